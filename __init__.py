@@ -1,0 +1,3 @@
+"""kvpager: a tiered KV-cache offload service."""
+
+__version__ = "0.1.0"

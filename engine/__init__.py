@@ -1,0 +1,1 @@
+"""A compact LLM engine that runs on the store: schedule, run, postprocess."""

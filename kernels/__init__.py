@@ -1,0 +1,1 @@
+"""Attention over raw block addresses, and the block writes that go with it."""
