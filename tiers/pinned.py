@@ -1,0 +1,589 @@
+"""The pinned arena: host memory in equal extents, page-locked and mapped for the GPU where there is one.
+
+The arena is one shared mapping, so that other processes can map the same memory by its descriptor. A
+background thread brings its extents to life one by one: ``fallocate`` first, so that memory is really there
+before it is handed out and a shortage is an error and never a SIGBUS; then ``cuMemHostRegister``, which costs
+0.57 s per GiB and must therefore never stand before the first request. An extent may be taken as soon as its
+memory is there.
+
+Sources: CUDA driver API manual (cuMemHostRegister, cuMemHostGetDevicePointer); Linux manual pages
+memfd_create(2), fallocate(2), madvise(2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import io
+import logging
+import mmap
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .driver import check, cuda_driver, device_ordinal, driver_answers, use_primary_context
+from .errors import (
+    ClosedError,
+    ConfigError,
+    IntegrityError,
+    KVPagerError,
+    MemoryUnavailableError,
+)
+from .memory import format_bytes, memory_headroom
+
+__all__ = ["PinnedArena", "PinnedStats"]
+
+_log = logging.getLogger(__name__)
+
+_PAGE: Final = mmap.PAGESIZE
+_HUGE_PAGE: Final = 2 << 20
+_SMALLEST_EXTENT: Final = 4 << 20
+_LARGEST_EXTENT: Final = 256 << 20
+_USUAL_EXTENTS: Final = 16
+_SHORTAGE_PAUSE: Final = 5.0
+"""Seconds between looks for memory while there is too little for the next extent."""
+_MADV_POPULATE_WRITE: Final = 23
+_MAP_FIXED: Final = 0x10
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+_ABSENT: Final = 0
+_READY: Final = 1
+_TAKEN: Final = 2
+
+
+@dataclass(frozen=True)
+class PinnedStats:
+    """How far the arena has grown, in bytes."""
+
+    capacity_bytes: int
+    """What it grows to."""
+    ready_bytes: int
+    """Memory that is there."""
+    page_locked_bytes: int
+    """Memory that the GPU may read in place."""
+    taken_bytes: int
+    """Memory of extents that somebody has taken."""
+
+
+class PinnedArena:
+    """Host memory in equal extents, which somebody takes, cuts into slots, and gives back when empty.
+
+    All methods may be called from several threads. `close` must be called (or the arena used as a context
+    manager): the background thread keeps an open arena alive.
+
+    Args:
+        capacity_bytes: bytes that the arena grows to; rounded down to whole extents.
+        extent_bytes: bytes of an extent, a multiple of the page size (4 KiB). None: the power of two between
+            4 MiB and 256 MiB that makes at least 16 extents, where one does.
+        name: path of a file that holds the arena (in ``/dev/shm``, or on a hugetlbfs or tmpfs mount), so that
+            its bytes outlive this process. It is made if it is not there, taken as it is if it is, and locked
+            against a second owner. None: memory without a name, which goes with its last descriptor.
+        device: ``cuda`` or ``cuda:N`` to page-lock the extents for; None or ``cpu``: none.
+        page_lock: False leaves the extents unregistered even where there is a device.
+
+    Raises:
+        ConfigError: a value is out of range, or the file has another size or another owner.
+        MemoryUnavailableError: there is less memory than that, as far as it can be known beforehand; the
+            message names ``host_bytes`` and what there is.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        extent_bytes: int | None = None,
+        name: str | os.PathLike[str] | None = None,
+        device: str | None = None,
+        page_lock: bool = True,
+    ) -> None:
+        self.extent_bytes = _extent_bytes(capacity_bytes, extent_bytes)
+        """Bytes of an extent."""
+        self.num_extents = capacity_bytes // self.extent_bytes
+        """Extents that the arena grows to."""
+        self.capacity_bytes = self.num_extents * self.extent_bytes
+        """Bytes that the arena grows to."""
+        ordinal = None if device in (None, "cpu") else device_ordinal(str(device))
+        self._file = _open_file(name, self.capacity_bytes)
+        self._adopted = os.fstat(self._file.fileno()).st_blocks * 512 >= self.capacity_bytes
+        try:
+            self._mapping = _Mapping(self._file.fileno(), self.capacity_bytes)
+        except BaseException:
+            self._file.close()
+            raise
+        self.base = self._mapping.base
+        """Address of the first extent in this process; a multiple of 2 MiB."""
+        self._bytes: memoryview | None = self._mapping.bytes()
+        self._state = np.zeros(self.num_extents, np.uint8)
+        self._page_locked = np.zeros(self.num_extents, np.bool_)
+        self._device_delta = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._settled = False  # every extent is ready, and page-locked as far as it will be
+        self._stopped = False  # the background thread adds no more
+        self._shortage: MemoryUnavailableError | None = None
+        self._thread = threading.Thread(
+            target=self._grow, args=(ordinal if page_lock else None,), name="pinned-arena", daemon=True
+        )
+        self._thread.start()
+
+    def __enter__(self) -> PinnedArena:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the memory, for another process to map.
+
+        Raises:
+            ClosedError: after `close`.
+        """
+        self._memory()
+        return self._file.fileno()
+
+    @property
+    def device_delta(self) -> int:
+        """Device address less host address of the page-locked extents, bytes; 0 under unified addressing."""
+        return self._device_delta
+
+    @property
+    def ready_extents(self) -> int:
+        """Extents whose memory is there, taken ones included."""
+        with self._changed:
+            return int(np.count_nonzero(self._state))
+
+    def stats(self) -> PinnedStats:
+        """How far the arena has grown, as of now."""
+        with self._changed:
+            return PinnedStats(
+                capacity_bytes=self.capacity_bytes,
+                ready_bytes=int(np.count_nonzero(self._state)) * self.extent_bytes,
+                page_locked_bytes=int(np.count_nonzero(self._page_locked)) * self.extent_bytes,
+                taken_bytes=int(np.count_nonzero(self._state == _TAKEN)) * self.extent_bytes,
+            )
+
+    def take_extent(self, timeout: float = 0.0) -> int | None:
+        """Take an extent whose memory is there: its number, page-locked ones first, then the lowest.
+
+        Args:
+            timeout: seconds to wait for one that is being made or given back.
+
+        Returns:
+            The number, or None where there is none in that time.
+
+        Raises:
+            ClosedError: after `close`.
+        """
+        with self._changed:
+            self._memory()
+            self._changed.wait_for(lambda: self._closing or (self._state == _READY).any(), timeout)
+            self._memory()
+            free = self._state == _READY
+            locked = free & self._page_locked
+            if locked.any():
+                free = locked
+            extent = int(free.argmax())
+            if not free[extent]:
+                return None
+            self._state[extent] = _TAKEN
+            return extent
+
+    def give_extent(self, extent: int) -> None:
+        """Give back an extent that was taken. Its bytes are no longer the caller's, nor any mover's.
+
+        Raises:
+            ClosedError: after `close`.
+            IntegrityError: it is not taken.
+        """
+        with self._changed:
+            self._memory()
+            if not 0 <= extent < self.num_extents or self._state[extent] != _TAKEN:
+                raise IntegrityError(f"extent {extent} was given back but nobody had taken it")
+            self._state[extent] = _READY
+            self._changed.notify_all()
+
+    def is_page_locked(self, extents: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+        """Which of ``extents`` (integers [n]) the GPU may read and write in place: bool [n]."""
+        locked: npt.NDArray[np.bool_] = self._page_locked[extents]
+        return locked
+
+    def extent_view(self, extent: int) -> memoryview:
+        """The bytes of an extent, writable.
+
+        Raises:
+            ClosedError: after `close`.
+            ConfigError: there is no such extent.
+        """
+        if not 0 <= extent < self.num_extents:
+            raise ConfigError("extent", f"must be from 0 to {self.num_extents - 1}, got {extent}")
+        return self.view(extent * self.extent_bytes, self.extent_bytes)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """``nbytes`` bytes from ``offset`` on, writable; only of extents that are ready.
+
+        A view, and what is made of it (``numpy.frombuffer``), stays good after `close`: the memory is
+        unmapped when the last one is gone. Raw addresses do not keep it.
+
+        Raises:
+            ClosedError: after `close`.
+            ConfigError: the range is not inside the arena.
+        """
+        memory = self._memory()
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.capacity_bytes:
+            raise ConfigError(
+                "offset", f"{nbytes} bytes from {offset} are not inside an arena of {self.capacity_bytes}"
+            )
+        return memory[offset : offset + nbytes]
+
+    def wait_ready(self, n: int | None = None, timeout: float | None = None) -> bool:
+        """Wait until ``n`` extents are ready; None: all, and page-locked as far as they will be.
+
+        Args:
+            n: extents, taken ones included.
+            timeout: seconds; None waits as long as it takes.
+
+        Returns:
+            Whether that was so within the time.
+
+        Raises:
+            ClosedError: the arena is or was closed.
+            ConfigError: the arena has fewer than ``n`` extents.
+            MemoryUnavailableError: there is no memory for the next extent now.
+        """
+        if n is not None and not 0 <= n <= self.num_extents:
+            raise ConfigError("n", f"must be from 0 to {self.num_extents}, got {n}")
+
+        def enough() -> bool:
+            return self._settled if n is None else int(np.count_nonzero(self._state)) >= n
+
+        with self._changed:
+            self._memory()
+            self._changed.wait_for(
+                lambda: enough() or self._closing or self._stopped or self._shortage is not None, timeout
+            )
+            if enough():
+                return True
+            self._memory()
+            if self._shortage is not None:
+                raise self._shortage
+            if self._stopped:
+                raise MemoryUnavailableError(
+                    f"host_bytes: the arena stopped growing at {np.count_nonzero(self._state)} "
+                    f"of {self.num_extents} extents by an error that was reported when it happened"
+                )
+            return False
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless extents are in known states, with memory behind the ready ones."""
+        with self._changed:
+            self._memory()
+            state = self._state.copy()
+            locked = self._page_locked.copy()
+        if (state > _TAKEN).any():
+            raise IntegrityError("an extent is in no known state")
+        if (locked & (state == _ABSENT)).any():
+            raise IntegrityError("an extent is page-locked but its memory is not there")
+        status = os.fstat(self._file.fileno())
+        if status.st_size != self.capacity_bytes:
+            raise IntegrityError(f"the arena is {self.capacity_bytes} bytes but its file {status.st_size}")
+        if status.st_blocks * 512 < np.count_nonzero(state) * self.extent_bytes:
+            raise IntegrityError("the arena's file holds fewer bytes than the extents that are ready")
+
+    def close(self) -> None:
+        """Stop growing, unlock the pages and let go of the memory. Idempotent.
+
+        No copy or kernel may still be using the arena, nor anybody its raw addresses. Views stay good (see
+        `view`).
+        """
+        with self._changed:
+            if self._bytes is None:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        with self._changed:
+            self._bytes = None
+        self._file.close()
+
+    def _memory(self) -> memoryview:
+        memory = self._bytes
+        if memory is None or self._closing:
+            raise ClosedError("the pinned arena was closed")
+        return memory
+
+    # ---- in the background thread ----
+
+    def _grow(self, ordinal: int | None) -> None:
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._stop)
+            locker = None
+            for extent in range(self.num_extents):
+                if not self._allocate(extent):
+                    return
+                # After the first extent, since making a CUDA context takes a good part of a second.
+                if extent == 0 and ordinal is not None:
+                    locker = _PageLocker.open(ordinal)
+                    if locker is not None:
+                        cleanup.callback(self._unlock_all, locker)
+                if locker is not None and not self._lock(locker, extent):
+                    locker = None
+                if locker is None:
+                    self._mapping.populate(extent * self.extent_bytes, self.extent_bytes)
+            with self._changed:
+                self._settled = True
+                self._changed.notify_all()
+                # What was registered is unregistered here, where the context is current.
+                if self._page_locked.any():
+                    self._changed.wait_for(lambda: self._closing)
+
+    def _unlock_all(self, locker: _PageLocker) -> None:
+        with self._changed:
+            self._page_locked[:] = False
+        locker.close()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _allocate(self, extent: int) -> bool:
+        """Have the memory of an extent made; False when the arena is being closed."""
+        while True:
+            if self._closing:
+                return False
+            shortage = self._try_allocate(extent)
+            with self._changed:
+                if shortage is None:
+                    self._shortage = None
+                    self._state[extent] = _READY
+                    self._changed.notify_all()
+                    return True
+                if self._shortage is None:
+                    _log.warning("%s", shortage)
+                self._shortage = shortage
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closing, _SHORTAGE_PAUSE)
+
+    def _try_allocate(self, extent: int) -> MemoryUnavailableError | None:
+        headroom = memory_headroom()
+        if self._adopted or headroom.usable_bytes >= self.extent_bytes:
+            try:
+                os.posix_fallocate(self._file.fileno(), extent * self.extent_bytes, self.extent_bytes)
+                return None
+            except OSError as error:
+                reason = f"the kernel refuses it ({error.strerror})"
+        else:
+            reason = f"only {format_bytes(headroom.usable_bytes)} is {headroom.limit}"
+        return MemoryUnavailableError(
+            f"host_bytes: the arena stays at {format_bytes(extent * self.extent_bytes)} of "
+            f"{format_bytes(self.capacity_bytes)} for now: the next extent needs "
+            f"{format_bytes(self.extent_bytes)}, and {reason}"
+        )
+
+    def _lock(self, locker: _PageLocker, extent: int) -> bool:
+        """Page-lock an extent; False when no more shall be tried."""
+        address = self.base + extent * self.extent_bytes
+        try:
+            delta = locker.lock(address, self.extent_bytes)
+        except KVPagerError as error:
+            _log.warning(
+                "host memory stays unregistered from %s on (%s): its blocks go to the GPU by slower copies; "
+                "raise the limit on locked memory (ulimit -l unlimited, LimitMEMLOCK=infinity, "
+                "docker run --ulimit memlock=-1)",
+                format_bytes(extent * self.extent_bytes),
+                error,
+            )
+            return False
+        with self._changed:
+            if extent and delta != self._device_delta:
+                different = True
+            else:
+                different = False
+                self._device_delta = delta
+                self._page_locked[extent] = True
+                self._changed.notify_all()
+        if different:
+            locker.unlock(address)
+            _log.warning("extent %d has another device address than the first; it stays unregistered", extent)
+        return True
+
+
+class _Mapping:
+    """A shared mapping at a multiple of 2 MiB, which lasts until the last view of it is gone."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        )
+        libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        # Address space for one huge page more, then the file over its aligned part.
+        spare = nbytes + _HUGE_PAGE
+        reserved = libc.mmap(None, spare, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        if reserved == _MAP_FAILED:
+            raise _no_address_space(nbytes)
+        base = -(-reserved // _HUGE_PAGE) * _HUGE_PAGE
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if libc.mmap(base, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
+            error = _no_address_space(nbytes)
+            libc.munmap(reserved, spare)
+            raise error
+        end = -(-(base + nbytes) // _PAGE) * _PAGE
+        if base > reserved:
+            libc.munmap(reserved, base - reserved)
+        libc.munmap(end, reserved + spare - end)
+        # Fewer page faults and TLB misses where shared memory may have huge pages; where not, this says no.
+        libc.madvise(base, nbytes, mmap.MADV_HUGEPAGE)
+        self._libc = libc
+        self.base = base
+        self._array = (ctypes.c_ubyte * nbytes).from_address(base)
+        weakref.finalize(self._array, libc.munmap, base, nbytes).atexit = False
+
+    def bytes(self) -> memoryview:
+        """All of it, writable. Slices keep the mapping."""
+        return memoryview(self._array).cast("B")
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Fault the pages in, so that no request does. Linux before 5.14 cannot, and says no."""
+        self._libc.madvise(self.base + offset, nbytes, _MADV_POPULATE_WRITE)
+
+
+class _PageLocker:
+    """Registers host memory with the driver, on the thread that made it."""
+
+    def __init__(self, driver: Any, ordinal: int) -> None:
+        self._driver = driver
+        self._locked: list[int] = []
+        self._device = use_primary_context(driver, ordinal)
+
+    @classmethod
+    def open(cls, ordinal: int) -> _PageLocker | None:
+        """None, with the reason logged, where no driver answers or the device cannot be had."""
+        if not driver_answers():
+            _log.warning("host memory is not page-locked: no CUDA driver answers")
+            return None
+        try:
+            return cls(cuda_driver(), ordinal)
+        except KVPagerError as error:
+            _log.warning("host memory is not page-locked: %s", error)
+            return None
+
+    def lock(self, address: int, nbytes: int) -> int:
+        """Page-lock and map; returns the device address less the host address."""
+        driver = self._driver
+        flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP | driver.CU_MEMHOSTREGISTER_PORTABLE
+        check(driver.cuMemHostRegister(address, nbytes, flags), f"page-locking {format_bytes(nbytes)}")
+        self._locked.append(address)
+        pointer = check(driver.cuMemHostGetDevicePointer(address, 0), "mapping host memory for the GPU")
+        return int(pointer) - address
+
+    def unlock(self, address: int) -> None:
+        """Take one registration back."""
+        self._locked.remove(address)
+        check(self._driver.cuMemHostUnregister(address), "unregistering host memory")
+
+    def close(self) -> None:
+        """Take all registrations back, and the hold on the context."""
+        try:
+            for address in tuple(self._locked):
+                self.unlock(address)
+        finally:
+            check(self._driver.cuDevicePrimaryCtxRelease(self._device), "releasing the CUDA context")
+
+
+def _extent_bytes(capacity: int, extent: int | None) -> int:
+    if capacity < _PAGE:
+        raise ConfigError("host_bytes", f"must be at least one page of {_PAGE} bytes, got {capacity}")
+    if extent is None:
+        wanted = 1 << max(0, (capacity // _USUAL_EXTENTS).bit_length() - 1)
+        most = 1 << (capacity.bit_length() - 1)
+        return min(max(wanted, _SMALLEST_EXTENT), _LARGEST_EXTENT, most)
+    if extent < 1 or extent % _PAGE:
+        raise ConfigError("extent_bytes", f"must be a positive multiple of {_PAGE}, got {extent}")
+    if extent > capacity:
+        raise ConfigError("extent_bytes", f"{extent} is more than host_bytes, {capacity}")
+    return extent
+
+
+def _open_file(name: str | os.PathLike[str] | None, nbytes: int) -> io.FileIO:
+    """The file behind the arena: ``nbytes`` long, its owner's lock held, its room checked where known."""
+    if name is None:
+        file = io.FileIO(os.memfd_create("kvpager-arena", os.MFD_CLOEXEC), "r+")
+    else:
+        try:
+            file = io.FileIO(os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
+        except OSError as error:
+            raise ConfigError("name", f"{os.fspath(name)} cannot be opened: {error.strerror}") from error
+    try:
+        if name is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError("name", f"{os.fspath(name)} is another process's arena") from error
+        status = os.fstat(file.fileno())
+        if status.st_size not in (0, nbytes):
+            # Somebody's blocks may be in it: never cut or grown.
+            raise ConfigError(
+                "host_bytes",
+                f"{os.fspath(name or '')} is an arena of {status.st_size} bytes, not of {nbytes}",
+            )
+        _check_room(file.fileno(), nbytes, status.st_blocks * 512)
+        try:
+            os.ftruncate(file.fileno(), nbytes)
+        except OSError as error:  # RLIMIT_FSIZE
+            raise MemoryUnavailableError(
+                f"host_bytes: the arena was to be {format_bytes(nbytes)}, but files of that size are "
+                f"not allowed ({error.strerror})"
+            ) from error
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _check_room(fd: int, nbytes: int, held: int) -> None:
+    """Refuse an arena that cannot come to its full size; ``held`` of its bytes are there already."""
+    headroom = memory_headroom()
+    bounds: list[tuple[int, str]] = [(headroom.usable_bytes, headroom.limit)]
+    room = _file_room(fd)
+    if room is not None:
+        bounds.append((room, "free in the file system of the arena"))
+    free, what = min(bounds)
+    if nbytes - held > free:
+        raise MemoryUnavailableError(
+            f"host_bytes: an arena of {format_bytes(nbytes)} was asked for, "
+            f"but only {format_bytes(free)} is {what}"
+        )
+
+
+def _file_room(fd: int) -> int | None:
+    """Bytes free in the file system of a named arena; None where it has no bound of its own (memfd)."""
+    status = os.fstatvfs(fd)
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
+def _no_address_space(nbytes: int) -> MemoryUnavailableError:
+    return MemoryUnavailableError(
+        f"host_bytes: an arena of {format_bytes(nbytes)} was asked for, but it cannot be mapped "
+        f"({os.strerror(ctypes.get_errno())}; see ulimit -v)"
+    )
