@@ -1,0 +1,635 @@
+"""Movers: batched block copies between arenas, on the CPU and by a GPU's copy engines.
+
+A batch names blocks by their addresses. Runs of blocks that are neighbours at both ends become one copy,
+since copies want megabytes: 4 KiB at a time the copy engine reaches 1.1 GB/s, 1 MiB at a time 48 (one H200,
+PCIe 5 x16).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .arena import AddressArray
+from .driver import check, cuda_driver, device_ordinal
+from .errors import ClosedError, ConfigError, KernelError, KVPagerError
+
+__all__ = [
+    "CopyKernel",
+    "CudaMover",
+    "Flow",
+    "HostMover",
+    "Mover",
+    "MoverStats",
+    "Runs",
+    "Transfer",
+    "merge_runs",
+]
+
+INLINE_BYTES: Final = 256 << 10
+"""A batch of no more bytes is copied by the calling thread: handing it to another costs 20 us, which is about
+what the copy takes."""
+KERNEL_BYTES: Final = 1 << 20
+"""Runs shorter than this go through the copy kernel, where there is one: 51 GB/s at any size, while the copy
+engine reaches 17 at 64 KiB and 35 at 256 KiB."""
+_PIECE_BYTES: Final = 4 << 20
+"""Long runs are cut to this, so that several threads can share one."""
+_POLL_SECONDS: Final = 50e-6
+_BATCH_COPY_DRIVER: Final = 13000
+"""cuMemcpyBatchAsync came with CUDA 12.8, and took today's arguments with 13.0."""
+
+Direction = Literal["to_device", "to_host", "within"]
+"""``within``: both ends on the same side."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What went one way: blocks may be fewer, larger copies."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    """From the first byte of each transfer to its last, added up."""
+    copies: int = 0
+
+    def plus(self, nbytes: int, seconds: float, copies: int) -> Flow:
+        """This and one transfer more."""
+        return Flow(self.bytes + nbytes, self.seconds + seconds, self.copies + copies)
+
+
+@dataclass(frozen=True)
+class MoverStats:
+    """What a mover moved by transfers that are over. A `HostMover` knows only ``within``."""
+
+    to_device: Flow = Flow()
+    to_host: Flow = Flow()
+    within: Flow = Flow()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes, all directions."""
+        return self.to_device.bytes + self.to_host.bytes + self.within.bytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds, all directions."""
+        return self.to_device.seconds + self.to_host.seconds + self.within.seconds
+
+    @property
+    def copies(self) -> int:
+        """Copies, all directions."""
+        return self.to_device.copies + self.to_host.copies + self.within.copies
+
+
+class Transfer(Protocol):
+    """One batch on its way.
+
+    A transfer that failed is over, and says so wherever it is asked: `done` and `wait` raise its error, each
+    time, so nobody takes its destination for written; `error` returns it once either has seen it. The source
+    is untouched either way.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batch."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """From the first byte to the last; 0.0 until it is over."""
+        ...
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed; None while it has not."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it is over, without waiting. Raises its error if it failed."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for its end, up to ``timeout`` seconds; whether it is over. Raises its error if it failed."""
+        ...
+
+
+class Mover(Protocol):
+    """Copies blocks between raw addresses. Safe to call from several threads."""
+
+    @property
+    def stats(self) -> MoverStats:
+        """What was moved so far."""
+        ...
+
+    def copy(self, src: AddressArray, dst: AddressArray, nbytes: int) -> Transfer:
+        """Start copying ``nbytes`` bytes from each of ``src`` to its ``dst`` (int64 [n], tags zero).
+
+        No source overlaps a destination of the same batch, and no two destinations overlap. Batches run in no
+        order that may be relied on. Both ends stay as they are until the transfer is over.
+
+        Raises:
+            ClosedError: the mover was closed.
+            KernelError: the arrays differ in shape, or ``nbytes`` is not positive.
+        """
+        ...
+
+    def close(self) -> None:
+        """Finish what was started, and give threads and streams back. Idempotent."""
+        ...
+
+
+class Runs(NamedTuple):
+    """Copies that a batch comes to: int64 [runs] each, ordered by source."""
+
+    src: AddressArray
+    dst: AddressArray
+    nbytes: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    """Index of each run's first block in `order`."""
+    order: npt.NDArray[np.int64]
+    """int64 [n]: the batch's blocks in the order of the runs."""
+
+
+def merge_runs(
+    src: AddressArray, dst: AddressArray, nbytes: int, groups: npt.NDArray[np.int64] | None = None
+) -> Runs:
+    """Merge blocks that are neighbours at both ends, in whatever order they were named.
+
+    Args:
+        src: int64 [n], n > 0.
+        dst: int64 [n].
+        nbytes: bytes of a block.
+        groups: int64 [n]; blocks of different groups are never merged. None: all are of one group.
+    """
+    order = np.arange(src.size, dtype=np.int64)
+    if (src[1:] < src[:-1]).any():
+        order = src.argsort(kind="stable").astype(np.int64, copy=False)
+        src, dst = src[order], dst[order]
+        groups = None if groups is None else groups[order]
+    broken = (src[1:] - src[:-1] != nbytes) | (dst[1:] - dst[:-1] != nbytes)
+    if groups is not None:
+        broken |= groups[1:] != groups[:-1]
+    first = np.empty(np.count_nonzero(broken) + 1, np.int64)
+    first[0] = 0
+    first[1:] = np.flatnonzero(broken) + 1
+    lengths = np.append(first[1:], src.size) - first
+    return Runs(src[first], dst[first], lengths * nbytes, first, order)
+
+
+def _checked(src: AddressArray, dst: AddressArray, nbytes: int) -> None:
+    if src.ndim != 1 or src.shape != dst.shape:
+        raise KernelError(f"src and dst must be alike and one-dimensional, got {src.shape} and {dst.shape}")
+    if src.dtype != np.int64 or dst.dtype != np.int64:
+        raise KernelError(f"src and dst must be int64, got {src.dtype} and {dst.dtype}")
+    if nbytes < 1:
+        raise KernelError(f"nbytes must be positive, got {nbytes}")
+
+
+# ---- on the CPU ----
+
+
+class HostMover:
+    """Copies by the CPU: ``memmove`` over merged runs, which leaves the interpreter to others meanwhile.
+
+    Small batches are copied before `copy` returns; others by worker threads, and by whoever waits for one
+    without a timeout, so that waiting costs no more than copying.
+
+    Args:
+        threads: worker threads.
+
+    Raises:
+        ConfigError: ``threads`` is not positive.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        if threads < 1:
+            raise ConfigError("threads", f"must be positive, got {threads}")
+        self._threads = threads
+        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="host-mover")
+        self._lock = threading.Lock()
+        self._flow = Flow()
+        self._closed = False
+
+    @property
+    def stats(self) -> MoverStats:
+        """What was moved so far, all of it under ``within``."""
+        return MoverStats(within=self._flow)
+
+    def copy(self, src: AddressArray, dst: AddressArray, nbytes: int) -> Transfer:
+        """See `Mover.copy`. Batches of up to 256 KiB are over when this returns."""
+        if src.size * nbytes <= INLINE_BYTES:
+            started = time.perf_counter()
+            self.copy_now(src, dst, nbytes)
+            return _Finished(src.size * nbytes, time.perf_counter() - started)
+        _checked(src, dst, nbytes)
+        runs = merge_runs(src, dst, nbytes)
+        transfer = _HostTransfer(self, runs)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the mover was closed")
+            transfer.start(self._workers, self._threads)
+        return transfer
+
+    def copy_now(self, src: AddressArray, dst: AddressArray, nbytes: int) -> None:
+        """Copy a batch on the calling thread; arguments and errors as of `copy`."""
+        _checked(src, dst, nbytes)
+        if self._closed:
+            raise ClosedError("the mover was closed")
+        if src.size == 0:
+            return
+        started = time.perf_counter()
+        if src.size == 1:
+            ctypes.memmove(int(dst[0]), int(src[0]), nbytes)
+            copies = 1
+        else:
+            runs = merge_runs(src, dst, nbytes)
+            for to, start, size in zip(
+                runs.dst.tolist(), runs.src.tolist(), runs.nbytes.tolist(), strict=True
+            ):
+                ctypes.memmove(to, start, size)
+            copies = runs.src.size
+        self._count(src.size * nbytes, time.perf_counter() - started, copies)
+
+    def close(self) -> None:
+        """Finish what was started and end the threads. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._workers.shutdown(wait=True)
+
+    def _count(self, nbytes: int, seconds: float, copies: int) -> None:
+        with self._lock:
+            self._flow = self._flow.plus(nbytes, seconds, copies)
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A transfer that was over before anybody could ask."""
+
+    nbytes: int
+    seconds: float
+    error: None = None
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
+
+
+class _HostTransfer:
+    """Pieces of runs, taken by whichever thread comes first."""
+
+    def __init__(self, mover: HostMover, runs: Runs) -> None:
+        pieces: deque[tuple[int, int, int]] = deque()
+        for to, start, size in zip(runs.dst.tolist(), runs.src.tolist(), runs.nbytes.tolist(), strict=True):
+            pieces.extend(
+                (to + at, start + at, min(_PIECE_BYTES, size - at)) for at in range(0, size, _PIECE_BYTES)
+            )
+        self.nbytes = int(runs.nbytes.sum())
+        self.seconds = 0.0
+        self._mover = mover
+        self._pieces = pieces
+        self._copies = runs.src.size
+        self._left = len(pieces)
+        self._lock = threading.Lock()
+        self._started: float | None = None
+        self._futures: list[Future[None]] = []
+
+    def start(self, workers: ThreadPoolExecutor, threads: int) -> None:
+        self._futures = [workers.submit(self._work) for _ in range(min(threads, self._left))]
+
+    @property
+    def error(self) -> Exception | None:
+        for future in self._futures:
+            if future.done() and not future.cancelled():
+                error = future.exception()
+                if isinstance(error, Exception):
+                    return error
+        return None
+
+    def done(self) -> bool:
+        if self._left == 0:
+            return True
+        error = self.error
+        if error is not None:
+            raise error
+        return False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout is None:
+            self._work()
+        # Workers that have not begun have nothing left to do.
+        busy = [future for future in self._futures if not (timeout is None and future.cancel())]
+        if self._left:
+            wait_for_futures(busy, timeout)
+        return self.done()
+
+    def _work(self) -> None:
+        if self._started is None:
+            self._started = time.perf_counter()
+        while True:
+            try:
+                to, start, size = self._pieces.popleft()
+            except IndexError:
+                return
+            ctypes.memmove(to, start, size)
+            with self._lock:
+                if self._left == 1:
+                    self.seconds = time.perf_counter() - self._started
+                    self._mover._count(self.nbytes, self.seconds, self._copies)
+                self._left -= 1
+
+
+# ---- by the GPU ----
+
+
+class CopyKernel(Protocol):
+    """A kernel that copies blocks between addresses that the GPU reaches; handed in from above."""
+
+    def __call__(self, src: AddressArray, dst: AddressArray, nbytes: int, stream: int, /) -> None:
+        """Enqueue the copy of ``nbytes`` from each of ``src`` to ``dst`` (int64 [n], in host memory).
+
+        ``stream`` is the raw handle of a CUDA stream. What the launch needs is kept until the stream is past.
+        """
+        ...
+
+
+class CudaMover:
+    """Copies by a GPU's copy engines, one stream a direction, and by a copy kernel where runs are short.
+
+    A batch begins after what the calling thread's current torch stream was given before, so blocks that
+    earlier steps write or still read are safe; call `copy` from the thread that launches those steps. It goes
+    one way: its sources are all on one side, and so are its destinations.
+
+    Page-locked memory moves by DMA. Host memory that is not page-locked is correct too, but slower: the
+    driver stages it, and `copy` returns when that is over. Where the driver has it (13.0), all the runs of a
+    batch are submitted by one cuMemcpyBatchAsync; before that one by one.
+
+    Args:
+        device: ``cuda`` or ``cuda:N``.
+        copy_kernel: used for runs below 1 MiB between memory that the GPU reaches; None: DMA for all.
+
+    Raises:
+        ConfigError: ``device`` is no CUDA device.
+        MemoryUnavailableError: no driver answers, or cuda-python is not installed.
+        KVPagerError: the device cannot be had.
+
+    Sources: CUDA driver API manual, cuMemcpyBatchAsync (it refuses the legacy default stream) and
+    cuMemcpyAsync; its page on synchronisation behaviour for memory that is not page-locked.
+    """
+
+    def __init__(self, device: str = "cuda:0", copy_kernel: CopyKernel | None = None) -> None:
+        self._ordinal = device_ordinal(device)
+        driver = self._driver = cuda_driver()
+        self._handle = check(driver.cuDeviceGet(self._ordinal), f"opening {device}")
+        self._context = check(
+            driver.cuDevicePrimaryCtxRetain(self._handle), f"retaining the context of {device}"
+        )
+        self._lock = threading.RLock()
+        self._events: list[Any] = []
+        self._flows: dict[Direction, Flow] = {"to_device": Flow(), "to_host": Flow(), "within": Flow()}
+        self._closed = False
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        if not check(driver.cuDeviceGetAttribute(attribute, self._handle)):
+            copy_kernel = None  # host addresses mean nothing to a kernel there
+        self._copy_kernel = copy_kernel
+        self._batches = check(driver.cuDriverGetVersion()) >= _BATCH_COPY_DRIVER
+        with self._entered():
+            flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            down, up = (check(driver.cuStreamCreate(flags), "making a stream") for _ in range(2))
+        self._streams: dict[Direction, Any] = {"to_host": down, "to_device": up, "within": up}
+        # In the order of submission, hence of completion, by the stream's handle.
+        self._pending: dict[int, deque[_CudaTransfer]] = {int(down): deque(), int(up): deque()}
+
+    @property
+    def stats(self) -> MoverStats:
+        """What was moved by transfers that are over."""
+        with self._lock:
+            if not self._closed:
+                with self._entered():
+                    self._reap()
+            return MoverStats(**self._flows)
+
+    def copy(self, src: AddressArray, dst: AddressArray, nbytes: int) -> Transfer:
+        """See `Mover.copy`. When this raises, nothing of the batch is on its way any more.
+
+        Raises:
+            ClosedError: the mover was closed.
+            KernelError: the arrays differ in shape, ``nbytes`` is not positive, a batch goes several ways, or
+                a block lies across two allocations.
+            KVPagerError: the driver refuses a copy.
+        """
+        _checked(src, dst, nbytes)
+        if src.size == 0:
+            return _Finished(0, 0.0)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the mover was closed")
+            with self._entered():
+                self._reap()
+                return self._submit(src, dst, nbytes)
+
+    def close(self) -> None:
+        """Wait for what was started, and give the streams back. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            driver = self._driver
+            with self._entered():
+                for transfers in self._pending.values():
+                    while transfers:
+                        self._settle(transfers.popleft(), block=True)
+                for event in self._events:
+                    check(driver.cuEventDestroy(event), "destroying an event")
+                for direction in ("to_host", "to_device"):
+                    check(driver.cuStreamDestroy(self._streams[direction]), "destroying a stream")
+            self._copy_kernel = None
+            check(driver.cuDevicePrimaryCtxRelease(self._handle), "releasing the CUDA context")
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """The device's context current, and the thread's own again after."""
+        check(self._driver.cuCtxPushCurrent(self._context), "entering the CUDA context")
+        try:
+            yield
+        finally:
+            check(self._driver.cuCtxPopCurrent(), "leaving the CUDA context")
+
+    def _submit(self, src: AddressArray, dst: AddressArray, nbytes: int) -> Transfer:
+        import torch
+
+        driver = self._driver
+        sources = self._locate(src, nbytes)
+        targets = self._locate(dst, nbytes)
+        direction: Direction = "within"
+        if sources.on_device != targets.on_device:
+            direction = "to_host" if sources.on_device else "to_device"
+        # Neither end of a copy may cross from one registration into the next, though addresses go on.
+        groups = sources.group * (targets.group.max() + 1) + targets.group
+        runs = merge_runs(src, dst, nbytes, groups)
+        first = runs.order[runs.first]
+        reached = sources.reached[first] & targets.reached[first]
+        by_kernel = reached & (runs.nbytes < KERNEL_BYTES) & (self._copy_kernel is not None)
+
+        stream = self._streams[direction]
+        before, start, end = (self._event() for _ in range(3))
+        compute = torch.cuda.current_stream(self._ordinal).cuda_stream
+        check(driver.cuEventRecord(before, compute), "recording an event")
+        check(driver.cuStreamWaitEvent(stream, before, 0), "waiting for the compute stream")
+        self._events.append(before)  # a wait keeps what was recorded, not the event
+        check(driver.cuEventRecord(start, stream), "recording an event")
+        try:
+            if self._copy_kernel is not None and by_kernel.any():
+                chosen = runs.order[np.repeat(by_kernel, runs.nbytes // nbytes)]
+                self._copy_kernel(src[chosen], dst[chosen], nbytes, int(stream))
+            self._copy_runs(runs, reached & ~by_kernel, stream, batched=self._batches)
+            self._copy_runs(runs, ~reached, stream, batched=False)
+            check(driver.cuEventRecord(end, stream), "recording an event")
+        except BaseException:
+            check(driver.cuStreamSynchronize(stream), "waiting for a batch that was begun")
+            self._events += [start, end]
+            raise
+        transfer = _CudaTransfer(self, direction, src.size * nbytes, runs.src.size, start, end)
+        self._pending[int(stream)].append(transfer)
+        return transfer
+
+    def _copy_runs(self, runs: Runs, chosen: npt.NDArray[np.bool_], stream: Any, *, batched: bool) -> None:
+        driver = self._driver
+        pointer = driver.CUdeviceptr
+        dst = [pointer(address) for address in runs.dst[chosen].tolist()]
+        src = [pointer(address) for address in runs.src[chosen].tolist()]
+        sizes = runs.nbytes[chosen].tolist()
+        if batched and len(sizes) > 1:
+            attributes = driver.CUmemcpyAttributes()
+            attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+            check(
+                driver.cuMemcpyBatchAsync(dst, src, sizes, len(sizes), [attributes], [0], 1, stream),
+                f"copying {len(sizes)} runs",
+            )
+            return
+        for to, start, size in zip(dst, src, sizes, strict=True):
+            check(driver.cuMemcpyAsync(to, start, size, stream), f"copying {size} bytes")
+
+    def _locate(self, addresses: AddressArray, nbytes: int) -> _Located:
+        """Which allocation or registration each block is in, asking the driver once for each of them."""
+        driver = self._driver
+        kind = driver.CUpointer_attribute
+        wanted = [
+            kind.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            kind.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+            kind.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+        ]
+        group = np.zeros(addresses.size, np.int64)  # 0: not asked yet; 1: memory that CUDA does not know
+        sides = set()
+        for number in itertools.count(2):
+            unknown = np.flatnonzero(group == 0)
+            if unknown.size == 0:
+                break
+            address = int(addresses[unknown[0]])
+            memory, start, size = check(
+                driver.cuPointerGetAttributes(len(wanted), wanted, address),
+                f"looking address {address:#x} up",
+            )
+            sides.add(int(memory) == int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE))
+            if int(memory) == 0:
+                group[unknown[0]] = 1
+                continue
+            start, size = int(start), int(size)
+            inside = (addresses >= start) & (addresses < start + size)
+            if not inside[unknown[0]] or (addresses[inside] > start + size - nbytes).any():
+                raise KernelError(f"a block of {nbytes} bytes near {address:#x} lies across two allocations")
+            group[inside] = number
+        if len(sides) > 1:
+            raise KernelError("one end of a batch is partly in device and partly in host memory")
+        return _Located(group, group != 1, sides.pop())
+
+    def _event(self) -> Any:
+        if self._events:
+            return self._events.pop()
+        flags = int(self._driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC)
+        return check(self._driver.cuEventCreate(flags), "making an event")
+
+    def _reap(self) -> None:
+        """Count what is over; transfers of a stream end in the order in which they were submitted."""
+        for transfers in self._pending.values():
+            while transfers and (transfers[0].over or self._settle(transfers[0], block=False)):
+                transfers.popleft()
+
+    def _settle(self, transfer: _CudaTransfer, *, block: bool) -> bool:
+        """Whether a transfer is over, by now or after waiting; takes its time and its events when it is."""
+        if transfer.over:
+            return True
+        driver = self._driver
+        ask = driver.cuEventSynchronize if block else driver.cuEventQuery
+        status = ask(transfer.end)
+        if status[0] == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        try:
+            check(status, "a transfer")
+            milliseconds = check(driver.cuEventElapsedTime(transfer.start, transfer.end), "timing a transfer")
+        except KVPagerError as error:  # the context is lost, and its events with it
+            transfer.error = error
+        else:
+            transfer.seconds = milliseconds / 1e3
+            flow = self._flows[transfer.direction]
+            self._flows[transfer.direction] = flow.plus(transfer.nbytes, transfer.seconds, transfer.copies)
+            self._events += [transfer.start, transfer.end]
+        transfer.over = True
+        return True
+
+
+class _Located(NamedTuple):
+    """Where the blocks of one end of a batch lie."""
+
+    group: npt.NDArray[np.int64]
+    """int64 [n]: blocks of one number may be merged."""
+    reached: npt.NDArray[np.bool_]
+    """bool [n]: whether the GPU reaches the block."""
+    on_device: bool
+
+
+class _CudaTransfer:
+    """A batch in a stream."""
+
+    def __init__(
+        self, mover: CudaMover, direction: Direction, nbytes: int, copies: int, start: Any, end: Any
+    ) -> None:
+        self.nbytes = nbytes
+        self.seconds = 0.0
+        self.error: Exception | None = None
+        self.direction = direction
+        self.copies = copies
+        self.start = start
+        self.end = end
+        self.over = False
+        self._mover = mover
+
+    def done(self) -> bool:
+        if not self.over:
+            mover = self._mover
+            with mover._lock, mover._entered():
+                mover._settle(self, block=False)
+        if self.error is not None:
+            raise self.error
+        return self.over
+
+    def wait(self, timeout: float | None = None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        # Not held up inside the driver: others submit and ask through the same mover meanwhile.
+        while not self.done():
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
