@@ -1,0 +1,146 @@
+"""Which block goes first: the policy interface, and least recently used behind it.
+
+A policy ranks the blocks of one tier that may be evicted; it knows their ids, nothing else. A block that
+is leased, referenced or being moved is not in it. Policies are chosen by name (`make_policy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..tiers.errors import ConfigError, IntegrityError
+
+__all__ = ["POLICIES", "EvictionPolicy", "Ids", "LRUPolicy", "make_policy"]
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+"""int32 [n] of block or slot ids, no id twice."""
+
+
+class EvictionPolicy(Protocol):
+    """Ranks evictable blocks. Every call takes a batch; the cost per id does not grow with the tier."""
+
+    def __len__(self) -> int:
+        """How many blocks may be evicted."""
+        ...
+
+    def insert(self, ids: Ids) -> None:
+        """These became evictable, just used; where they tie, earlier ones are to be evicted sooner."""
+        ...
+
+    def remove(self, ids: Ids) -> None:
+        """These are in use again, or gone. Ids that are not in are passed over."""
+        ...
+
+    def coldest(self, count: int) -> Ids:
+        """Up to `count` blocks that would be evicted next, the first one first. Changes nothing."""
+        ...
+
+    def evict(self, count: int) -> Ids:
+        """Take up to `count` blocks out, the first to go first."""
+        ...
+
+    def resize(self, capacity: int) -> None:
+        """Ids up to `capacity` - 1 may come."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` if the bookkeeping does not agree with itself."""
+        ...
+
+
+class LRUPolicy:
+    """Least recently used, on arrays.
+
+    Insertions are appended to a log; `_place[id]` is where the id's valid entry stands, plus one. Entries
+    that were superseded stay in the log until the head passes them or the log is compacted, so every
+    operation is a few array operations whatever the batch, O(1) per id amortised.
+    """
+
+    def __init__(self, capacity: int = 0) -> None:
+        self._place = np.zeros(capacity, dtype=np.int64)
+        self._log = np.empty(max(64, 2 * capacity), dtype=np.int32)
+        self._head = 0
+        self._tail = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def resize(self, capacity: int) -> None:
+        if capacity > len(self._place):
+            grown = np.zeros(capacity, dtype=np.int64)
+            grown[: len(self._place)] = self._place
+            self._place = grown
+
+    def insert(self, ids: Ids) -> None:
+        count = len(ids)
+        if self._tail + count > len(self._log):
+            self._compact(count)
+        tail = self._tail + count
+        self._log[self._tail : tail] = ids
+        self._count += count - int(np.count_nonzero(self._place[ids]))
+        self._place[ids] = np.arange(self._tail + 1, tail + 1)
+        self._tail = tail
+
+    def remove(self, ids: Ids) -> None:
+        self._count -= int(np.count_nonzero(self._place[ids]))
+        self._place[ids] = 0
+
+    def coldest(self, count: int) -> Ids:
+        return self._scan(count)[0]
+
+    def evict(self, count: int) -> Ids:
+        ids, self._head = self._scan(count)
+        self._place[ids] = 0
+        self._count -= len(ids)
+        return ids
+
+    def _scan(self, count: int) -> tuple[Ids, int]:
+        """The first `count` valid entries from the head, and the position after the last of them."""
+        count = min(count, self._count)
+        found: list[Ids] = []
+        at = self._head
+        while count > 0:
+            stop = min(self._tail, at + max(64, 2 * count))
+            entries = self._log[at:stop]
+            valid = np.flatnonzero(self._place[entries] == np.arange(at + 1, stop + 1))[:count]
+            found.append(entries[valid])
+            count -= len(valid)
+            at = at + int(valid[-1]) + 1 if count == 0 else stop
+        return (np.concatenate(found) if found else np.empty(0, np.int32)), at
+
+    def _compact(self, room: int) -> None:
+        entries = self._log[self._head : self._tail]
+        live = entries[self._place[entries] == np.arange(self._head + 1, self._tail + 1)]
+        # Twice what is live: the next compaction is as many insertions away as it moves entries.
+        if len(self._log) < 2 * (len(live) + room):
+            self._log = np.empty(4 * (len(live) + room), dtype=np.int32)
+        self._log[: len(live)] = live
+        self._place[live] = np.arange(1, len(live) + 1)
+        self._head, self._tail = 0, len(live)
+
+    def check_integrity(self) -> None:
+        entries = self._log[self._head : self._tail]
+        live = entries[self._place[entries] == np.arange(self._head + 1, self._tail + 1)]
+        placed = np.flatnonzero(self._place)
+        if len(live) != self._count or not np.array_equal(np.sort(live), placed):
+            raise IntegrityError(f"lru: {self._count} counted, {len(live)} in the log, {len(placed)} placed")
+
+
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": LRUPolicy}
+
+
+def make_policy(name: str, capacity: int) -> EvictionPolicy:
+    """The policy called `name`, for ids below `capacity`.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    try:
+        return POLICIES[name](capacity)
+    except KeyError:
+        raise ConfigError("policy", f"must be one of {', '.join(POLICIES)}, got {name!r}") from None

@@ -1,0 +1,109 @@
+"""What is kept of a sequence that does not run: in memory while it sleeps, in the cold tier for later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from ..tiers.errors import RecordError
+from .hashing import HASH_BYTES, as_tokens, hash_blocks, hash_partial
+from .policy import Ids
+
+__all__ = ["SessionRecord", "SleepingSequence"]
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SleepingSequence:
+    """A sequence that gave up its VRAM. `TieredStore.wake` makes it run again.
+
+    Attributes:
+        root: the root of its chain.
+        hashes: prefix hashes of its full blocks.
+        length: tokens whose KV was computed.
+        tail: int32 [length % block_size], the tokens after the last full block.
+        partial: the hash under which the partly filled last block was kept; None where there is none.
+        device_blocks: int32, where the leading blocks lay in the device tier, and
+        device_generations: int64, their generations there. Hints: blocks may have gone since.
+        host_slots: int32, where they lay in host memory, and
+        host_generations: int64, likewise; 0 where no copy was known.
+    """
+
+    root: bytes
+    hashes: tuple[bytes, ...]
+    length: int
+    tail: npt.NDArray[np.int32]
+    partial: bytes | None
+    device_blocks: Ids
+    device_generations: npt.NDArray[np.int64]
+    host_slots: Ids
+    host_generations: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """A session as the cold tier keeps it: enough for any process to find its blocks and go on.
+
+    Attributes:
+        root: the root of its chain.
+        length: tokens whose KV was computed.
+        tokens: int32 [at least length], the whole conversation so far.
+    """
+
+    root: bytes
+    length: int
+    tokens: npt.NDArray[np.int32]
+
+    def pack(self) -> bytes:
+        """The record as bytes (msgpack)."""
+        packed: bytes = msgpack.packb(
+            [_VERSION, self.root, self.length, as_tokens(self.tokens).tobytes()], use_bin_type=True
+        )
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> SessionRecord:
+        """The record in `data`.
+
+        Raises:
+            RecordError: `data` is no session record of this version.
+        """
+        try:
+            version, root, length, tokens = msgpack.unpackb(data, raw=False)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise RecordError(f"not a session record: {error}") from error
+        whole = (
+            version == _VERSION
+            and isinstance(root, bytes)
+            and len(root) == HASH_BYTES
+            and isinstance(length, int)
+            and isinstance(tokens, bytes)
+            and len(tokens) % 4 == 0
+            and 0 <= length <= len(tokens) // 4
+        )
+        if not whole:
+            raise RecordError(f"not a session record of version {_VERSION}")
+        return cls(root, length, np.frombuffer(tokens, dtype="<i4"))
+
+    def sleeping(self, block_size: int) -> SleepingSequence:
+        """The sequence to wake, with no hint of where its blocks lie."""
+        full = self.length // block_size * block_size
+        hashes = hash_blocks(self.tokens[:full], block_size, self.root)
+        tail = self.tokens[full : self.length]
+        last = hashes[-1] if hashes else self.root
+        none = np.empty(0, dtype=np.int64)
+        return SleepingSequence(
+            root=self.root,
+            hashes=tuple(hashes),
+            length=self.length,
+            tail=tail,
+            partial=hash_partial(tail, last) if len(tail) else None,
+            device_blocks=none.astype(np.int32),
+            device_generations=none,
+            host_slots=none.astype(np.int32),
+            host_generations=none,
+        )

@@ -1,0 +1,858 @@
+"""TieredStore: the block tables of one engine over device memory, host memory and the cold tier.
+
+A *row* is a running sequence's line in the block table. Its blocks are near (device tier, held by
+reference count) or far (host memory, held by a lease and read in place). Rows are plain ints and state
+lies in arrays over rows, so that a decode step costs a few array operations whatever the batch.
+
+One thread drives a store. `poll` is called between steps, when the last step's work on the device is
+done: leases that ended are given back then, copies that are done take effect, and words are rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..tiers.arena import DeviceArena
+from ..tiers.errors import ConfigError, IntegrityError
+from ..tiers.layout import KVLayout
+from ..tiers.mover import CudaMover, HostMover, Mover, Transfer
+from .events import EventKind, EventStream, Listener
+from .hashing import ExtraKeys, Tokens, as_tokens, hash_blocks, hash_partial, link, pack_blocks, space_id
+from .host import HostSpace, HostStore
+from .policy import Ids, make_policy
+from .pool import BlockPool
+from .session import SessionRecord, SleepingSequence
+from .tables import FAR, BlockTable, Words
+from .writeback import WriteBack
+
+__all__ = ["Opened", "StoreStats", "TieredStore"]
+
+# How long making room in the device tier may wait for room in host memory, before KV is dropped.
+_ROOM_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A sequence with a row, and how much of its KV was found.
+
+    Attributes:
+        row: its row of the block table.
+        length: tokens whose KV is there; the engine computes from here on.
+        device: of these, tokens found in the device tier,
+        host: in host memory,
+        cold: brought up from the cold tier for this call.
+    """
+
+    row: int
+    length: int
+    device: int
+    host: int
+    cold: int
+
+
+@dataclass
+class StoreStats:
+    """Counters since the store was opened, in blocks."""
+
+    device_hits: int = 0
+    host_hits: int = 0
+    cold_hits: int = 0
+    published: int = 0
+    adopted: int = 0
+    """Computed twice at the same time; one copy was kept."""
+    promoted: int = 0
+    spilled: int = 0
+    copied_on_write: int = 0
+    dropped: int = 0
+    """Left the device tier without a copy below, because nothing below had room."""
+    slept: int = 0
+    woken: int = 0
+
+    def snapshot(self) -> dict[str, int]:
+        """The counters by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+@dataclass(frozen=True)
+class _Promotion:
+    """Far blocks on their way to the device tier."""
+
+    transfer: Transfer
+    blocks: Ids
+    slots: Ids
+    generations: npt.NDArray[np.int64]
+    hashes: list[bytes]
+
+
+class TieredStore:
+    """Block tables, sharing, copy-on-write, promotion, sleep and wake for one engine on one device.
+
+    Args:
+        layout: how a block lies in memory.
+        device_blocks: blocks of the device tier.
+        root: root of the chain of sequences that name no other (`ChainIdentity.root`).
+        host: host memory and cold tier below, or None for a device tier alone.
+        device: ``cuda:N``, or ``cpu``, where host memory stands in for VRAM.
+        max_sequences: rows of the block table.
+        policy: name of the device tier's eviction policy.
+        shard: the layers and heads of this rank, see `space_id`.
+        mover: copies blocks; None makes one for the device.
+
+    Raises:
+        ConfigError: a value is out of range.
+        MemoryUnavailableError: the device does not have that many blocks.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        device_blocks: int,
+        *,
+        root: bytes,
+        host: HostStore | None = None,
+        device: str = "cpu",
+        max_sequences: int = 256,
+        policy: str = "lru",
+        shard: str = "",
+        mover: Mover | None = None,
+    ) -> None:
+        if device_blocks < 1:
+            raise ConfigError("device_blocks", f"must be positive, got {device_blocks!r}")
+        if max_sequences < 1:
+            raise ConfigError("max_sequences", f"must be positive, got {max_sequences!r}")
+        on_gpu = device != "cpu"
+        ranks = make_policy(policy, device_blocks)
+        self.layout = layout
+        self.root = root
+        self.device = device
+        self.space = space_id(layout, shard)
+        self.arena = DeviceArena(layout.block_bytes, device_blocks, device)
+        self.pool = BlockPool(self.arena.slots, ranks, self._tell_removed)
+        self.table = BlockTable(max_sequences, track_changes=on_gpu)
+        self.host: HostSpace | None = host.space(layout, shard=shard) if host is not None else None
+        self.stats = StoreStats()
+        self.events = EventStream()
+        self._mover: Mover = mover or (CudaMover(device) if on_gpu else HostMover())
+        self._write_back = (
+            WriteBack(self.pool, self.arena, self.host, self._mover) if self.host is not None else None
+        )
+        self.lengths = np.zeros(max_sequences, dtype=np.int64)
+        """int64 [max_sequences]: tokens of each row whose KV is there. Read only."""
+        self._roots: list[bytes] = [root] * max_sequences
+        self._hashes: list[list[bytes]] = [[] for _ in range(max_sequences)]
+        self._tails = np.zeros((max_sequences, layout.block_size), dtype=np.int32)
+        self._shared_tail = np.zeros(max_sequences, dtype=np.bool_)
+        """The row's last, partly filled block must become its own before it is written."""
+        self._far = np.zeros(max_sequences, dtype=np.int32)
+        """Far words of each row."""
+        slots = self.host.capacity if self.host is not None else 0
+        self._far_refs = np.zeros(slots, dtype=np.int32)
+        self._far_generations = np.zeros(slots, dtype=np.int64)
+        self._promoting = np.zeros(slots, dtype=np.bool_)
+        self._promotions: list[_Promotion] = []
+        self._ended: list[tuple[Ids, npt.NDArray[np.int64]]] = []
+        """Leases that end once the step that may still read their slots is done."""
+
+    # Sequences come and go
+
+    def open(
+        self,
+        tokens: Tokens,
+        *,
+        root: bytes | None = None,
+        extra_keys: ExtraKeys | None = None,
+        partial_at: int | None = None,
+        cold_deadline: float = 0.0,
+    ) -> Opened:
+        """Give a sequence a row and attach what is known of its KV, wherever it lies.
+
+        At least the last token is left to be computed: its logits are wanted.
+
+        Args:
+            tokens: the whole prompt.
+            root: root of its chain; None for the store's.
+            extra_keys: by block index, see `kvstore.hashing`.
+            partial_at: a length at which a sequence with this beginning once slept, so that a partly
+                filled block may be found there.
+            cold_deadline: seconds to wait for blocks from the cold tier.
+
+        Raises:
+            CapacityError: every row is in use.
+        """
+        tokens = as_tokens(tokens)
+        size = self.layout.block_size
+        root = self.root if root is None else root
+        hashes = hash_blocks(tokens, size, root, extra_keys)
+        usable = max(0, len(tokens) - 1)
+        partial = None
+        length = usable // size * size
+        if partial_at is not None and length <= partial_at <= usable and partial_at % size:
+            keys = extra_keys.get(length // size, ()) if extra_keys else ()
+            last = hashes[length // size - 1] if length else root
+            partial = hash_partial(tokens[length:partial_at], last, keys)
+        row = self.table.take_row()
+        self._roots[row] = root
+        self._hashes[row] = hashes
+        rest = tokens[len(hashes) * size :]
+        self._tails[row, : len(rest)] = rest
+        return self._attach(row, 0, hashes[: length // size], partial, partial_at or 0, cold_deadline)
+
+    def fork(self, row: int) -> int:
+        """A second sequence with the same KV: all blocks are shared, the last one copied when written.
+
+        Raises:
+            CapacityError: every row is in use.
+        """
+        other = self.table.take_row()
+        length = int(self.lengths[row])
+        words = self.table.row(row)[: self.layout.blocks_for(length)].copy()
+        self.table.set(other, 0, words)
+        near, slots = self._split(words)
+        self.pool.hold(near)
+        self._far_refs[slots] += 1
+        self._far[other] = len(slots)
+        self.lengths[other] = length
+        self._roots[other] = self._roots[row]
+        self._hashes[other] = list(self._hashes[row])
+        self._tails[other] = self._tails[row]
+        if length % self.layout.block_size:
+            self._shared_tail[[row, other]] = True
+        return other
+
+    def close_row(self, row: int) -> None:
+        """The sequence is over. Its full blocks stay cached; its row and the rest are free."""
+        near, slots = self._split(self.table.row(row))
+        self.pool.drop(near)
+        self._end_far(slots)
+        self._far[row] = 0
+        self._shared_tail[row] = False
+        self.lengths[row] = 0
+        self._hashes[row] = []
+        self.table.give_row(row)
+
+    def sleep(self, row: int) -> SleepingSequence:
+        """Free the row and all VRAM it needs; its KV is copied to host memory and stays findable there.
+
+        The partly filled last block is kept under the hash of its tokens. Copies go on in the background;
+        the blocks leave the device tier when room is wanted.
+        """
+        size = self.layout.block_size
+        length = int(self.lengths[row])
+        full = length // size
+        words = self.table.row(row)
+        near = np.flatnonzero((words[:full] & FAR) == 0)
+        blocks = self.arena.slots_at(words[near])
+        host_slots = np.zeros(full, dtype=np.int32)
+        host_generations = np.zeros(full, dtype=np.int64)
+        host_slots[near] = self.pool.host_slots[blocks]
+        host_generations[near] = self.pool.host_generations[blocks]
+        if self.host is not None:
+            far = np.flatnonzero((words[:full] & FAR) != 0)
+            host_slots[far] = self.host.slots_at(words[far])
+            host_generations[far] = self._far_generations[host_slots[far]]
+        device_blocks = np.zeros(full, dtype=np.int32)
+        device_generations = np.full(full, -1, dtype=np.int64)
+        device_blocks[near] = blocks
+        device_generations[near] = self.pool.generations[blocks]
+        sleeping = SleepingSequence(
+            root=self._roots[row],
+            hashes=tuple(self._hashes[row][:full]),
+            length=length,
+            tail=self._tails[row, : length % size].copy(),
+            partial=self._keep_partial(row, length),
+            device_blocks=device_blocks,
+            device_generations=device_generations,
+            host_slots=host_slots,
+            host_generations=host_generations,
+        )
+        self.close_row(row)
+        if self._write_back is not None:
+            self._write_back.start()
+        self.stats.slept += 1
+        return sleeping
+
+    def wake(self, sleeping: SleepingSequence, *, cold_deadline: float = 0.0) -> Opened:
+        """Give a sleeping sequence a row again. Blocks are read where they lie: nothing is copied.
+
+        Where `Opened.length` is less than the sequence's, the engine computes the rest again.
+
+        Args:
+            sleeping: from `sleep`, or from a session record.
+            cold_deadline: seconds to wait for blocks from the cold tier.
+
+        Raises:
+            CapacityError: every row is in use.
+        """
+        row = self.table.take_row()
+        self._roots[row] = sleeping.root
+        self._hashes[row] = list(sleeping.hashes)
+        self._tails[row, : len(sleeping.tail)] = sleeping.tail
+        count, device = self._reattach(row, sleeping)
+        opened = self._attach(
+            row, count, sleeping.hashes, sleeping.partial, sleeping.length, cold_deadline, device
+        )
+        self.stats.woken += 1
+        return opened
+
+    # Steps
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks of the device tier that `reserve` can give."""
+        return self.pool.available
+
+    def blocks_wanted(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64] | int) -> int:
+        """Device blocks that `reserve` would take; an upper bound where tails are shared."""
+        wanted = -(-(self.lengths[rows] + counts) // self.layout.block_size) - self.table.counts[rows]
+        return int(wanted.clip(0).sum()) + int(np.count_nonzero(self._shared_tail[rows]))
+
+    def reserve(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64] | int) -> None:
+        """See that each row has private blocks for `counts` more tokens.
+
+        Args:
+            rows: int64 [n], no row twice.
+            counts: int64 [n], or one number for all.
+
+        Raises:
+            CapacityError: the device tier has no room; no row was given any.
+        """
+        if self._shared_tail.any():
+            self._own_tails(rows[self._shared_tail[rows]])
+        wanted = -(-(self.lengths[rows] + counts) // self.layout.block_size) - self.table.counts[rows]
+        growing = np.flatnonzero(wanted > 0)
+        if not len(growing):
+            return
+        wanted = wanted[growing]
+        total = int(wanted.sum())
+        words = self.arena.addresses(self._allocate(total))
+        if total == len(growing):
+            self.table.append(rows[growing], words)
+            return
+        first = 0
+        for row, count in zip(rows[growing].tolist(), wanted.tolist(), strict=True):
+            self.table.set(row, int(self.table.counts[row]), words[first : first + count])
+            first += count
+
+    def advance(self, row: int, count: int) -> None:
+        """The KV of `count` more tokens of the prompt is written."""
+        size = self.layout.block_size
+        before = int(self.lengths[row])
+        self.lengths[row] = before + count
+        first, stop = before // size, (before + count) // size
+        if stop > first:
+            blocks = np.arange(first, stop, dtype=np.int64)
+            self._publish(np.full(len(blocks), row, dtype=np.int64), blocks)
+
+    def append(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
+        """The KV of one more token of each row is written.
+
+        Args:
+            rows: int64 [n], no row twice; their prompts are through.
+            tokens: int32 [n], the tokens whose KV it is (the step's inputs, not what it sampled).
+        """
+        size = self.layout.block_size
+        lengths = self.lengths[rows]
+        places = lengths % size
+        self._tails[rows, places] = tokens
+        self.lengths[rows] = lengths + 1
+        full = np.flatnonzero(places == size - 1)
+        if len(full):
+            self._publish(rows[full], lengths[full] // size)
+
+    def poll(self) -> None:
+        """Between steps: end leases, finish copies, start the next ones.
+
+        Raises:
+            Exception: what a copy failed with.
+        """
+        if self._ended:
+            self._release_ended()
+        if self._promotions:
+            self._finish_promotions()
+        if self._write_back is not None:
+            self._write_back.poll()
+
+    # Moving between tiers
+
+    def promote(self, row: int, limit: int) -> int:
+        """Start copying far blocks of a row to the device tier; its words change when they are there.
+
+        Args:
+            limit: device blocks to spend; cached ones are evicted for it.
+
+        Returns:
+            how many blocks were started.
+        """
+        if self.host is None or not self._far[row]:
+            return 0
+        words = self.table.row(row)
+        columns = np.flatnonzero(words & FAR)
+        if self._shared_tail[row]:
+            columns = columns[columns < self.lengths[row] // self.layout.block_size]
+        slots = self.host.slots_at(words[columns])
+        columns = columns[~self._promoting[slots]][: max(0, min(limit, self.pool.available))]
+        if not len(columns):
+            return 0
+        names = [self._hashes[row][column] for column in columns.tolist()]
+        slots = self.host.slots_at(words[columns])
+        blocks = self._allocate(len(slots))
+        self._far_refs[slots] += 1
+        self._promoting[slots] = True
+        transfer = self._mover.copy(
+            self.host.addresses(slots), self.arena.addresses(blocks), self.layout.block_bytes
+        )
+        self._promotions.append(_Promotion(transfer, blocks, slots, self._far_generations[slots], names))
+        if transfer.done():
+            self._finish_promotions()
+        return len(slots)
+
+    def far_blocks(self, row: int) -> int:
+        """How many of a row's blocks lie in host memory."""
+        return int(self._far[row])
+
+    def spill(self, row: int, count: int) -> int:
+        """Let go of up to `count` of a running row's own device blocks, oldest first: it reads them far.
+
+        Only full blocks that are copied to host memory, and that no other row holds, go.
+
+        Returns:
+            how many went.
+        """
+        if self.host is None or self._write_back is None:
+            return 0
+        self._write_back.flush(wait=_ROOM_SECONDS)
+        full = int(self.lengths[row]) // self.layout.block_size
+        words = self.table.row(row)[:full]
+        columns = np.flatnonzero((words & FAR) == 0)
+        blocks = self.arena.slots_at(words[columns])
+        mine = (self.pool.refs[blocks] == 1) & (self.pool.host_generations[blocks] > 0)
+        columns, blocks = columns[mine][:count], blocks[mine][:count]
+        slots, generations = self.pool.host_slots[blocks], self.pool.host_generations[blocks]
+        there = self.host.lease(slots, generations)
+        columns, blocks, slots, generations = columns[there], blocks[there], slots[there], generations[there]
+        self._hold_far(slots, generations)
+        self._far[row] += len(slots)
+        self.table.put(np.full(len(columns), row), columns, self.host.addresses(slots) | FAR)
+        self.pool.drop(blocks)
+        self.stats.spilled += len(blocks)
+        return len(blocks)
+
+    def flush(self) -> None:
+        """Wait until every full block has its copy in host memory, as far as there is room."""
+        if self._write_back is not None:
+            self._write_back.flush(wait=_ROOM_SECONDS)
+
+    # Sessions in the cold tier
+
+    def save_session(self, name: str, sleeping: SleepingSequence, tokens: Tokens) -> bool:
+        """Keep what is needed to go on with a session in another process, on any host.
+
+        Args:
+            name: the caller's id of the session.
+            tokens: the whole conversation, at least ``sleeping.length`` tokens.
+
+        Returns:
+            False where there is no cold tier or it did not take the record.
+        """
+        if self.host is None:
+            return False
+        record = SessionRecord(sleeping.root, sleeping.length, as_tokens(tokens))
+        return self.host.put_note(self._session_key(name), record.pack())
+
+    def find_session(self, name: str) -> SessionRecord | None:
+        """The record of a session that was saved under the store's root and space, or None.
+
+        Raises:
+            RecordError: there is a record, of another version.
+        """
+        data = self.host.get_note(self._session_key(name)) if self.host is not None else None
+        if data is None:
+            return None
+        record = SessionRecord.unpack(data)
+        return record if record.root == self.root else None
+
+    def _session_key(self, name: str) -> bytes:
+        return b"session:" + self.root + name.encode()
+
+    # The rest
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener` with every later event of the device tier; returns how to end it."""
+        return self.events.subscribe(listener)
+
+    def close(self) -> None:
+        """Finish copies under way and give the device memory back. The host store is not closed."""
+        self.flush()
+        for promotion in self._promotions:
+            promotion.transfer.wait()
+        self._finish_promotions()
+        for row in self.table.rows_in_use.tolist():
+            self.close_row(row)
+        self._release_ended()
+        self._mover.close()
+        self.arena.close()
+
+    def check_integrity(self) -> None:
+        """Prove that tables, references, leases and index agree.
+
+        Raises:
+            IntegrityError: naming the first thing that does not agree.
+        """
+        held = np.zeros(self.pool.capacity, dtype=np.int64)
+        far = np.zeros(len(self._far_refs), dtype=np.int64)
+        for row in self.table.rows_in_use.tolist():
+            words = self.table.row(row)
+            near, slots = self._split(words)
+            if not self.arena.contains(words[(words & FAR) == 0]).all():
+                raise IntegrityError(f"row {row} has a near word outside of the device arena")
+            if len(np.unique(near)) != len(near) or len(np.unique(slots)) != len(slots):
+                raise IntegrityError(f"row {row} holds a block twice")
+            if len(slots) != self._far[row]:
+                raise IntegrityError(f"row {row} has {len(slots)} far words, {self._far[row]} are counted")
+            if len(words) < self.layout.blocks_for(int(self.lengths[row])):
+                raise IntegrityError(f"row {row} is longer than its blocks")
+            held[near] += 1
+            far[slots] += 1
+            full = int(self.lengths[row]) // self.layout.block_size
+            for column, word in enumerate(words[:full].tolist()):
+                if not word & FAR:
+                    block = int(self.arena.slots_at(np.array([word]))[0])
+                    name = self.pool.hash_of(block)
+                    if name is not None and name != self._hashes[row][column]:
+                        raise IntegrityError(f"row {row} block {column} has another hash than its tokens")
+        for promotion in self._promotions:
+            held[promotion.blocks] += 1
+            far[promotion.slots] += 1
+        if self._write_back is not None:
+            for blocks in self._write_back.in_flight:
+                held[blocks] += 1
+        self.pool.check_integrity(held)
+        if not np.array_equal(far, self._far_refs):
+            slot = int(np.flatnonzero(far != self._far_refs)[0])
+            raise IntegrityError(
+                f"host slot {slot} is held {far[slot]} times, {self._far_refs[slot]} counted"
+            )
+
+    # Inside
+
+    def _attach(
+        self,
+        row: int,
+        count: int,
+        hashes: Sequence[bytes],
+        partial: bytes | None,
+        partial_at: int,
+        cold_deadline: float,
+        device: int = 0,
+    ) -> Opened:
+        """Attach blocks `count`... of `hashes`, then the partial one; tell what was found.
+
+        `count` blocks are attached already, `device` of them near.
+        """
+        names = list(hashes)
+        if partial is not None:
+            names.append(partial)
+        host = count - device
+        cold = 0
+        while True:
+            before = count
+            near = self.pool.match(names, count)
+            if len(near):
+                self.pool.hold(near)
+                self.table.set(row, count, self.arena.addresses(near))
+                count += len(near)
+                device += len(near)
+            if count < len(names) and self.host is not None:
+                found = self._attach_far(row, count, names[count:], 0.0)
+                count += found
+                host += found
+            if count == before and count < len(names) and self.host is not None and cold_deadline > 0:
+                found = self._attach_far(row, count, names[count:], cold_deadline)
+                count += found
+                cold += found
+                cold_deadline = 0.0
+            if count == before or count == len(names):
+                break
+        size = self.layout.block_size
+        length = count * size
+        if partial is not None and count == len(names):
+            length = partial_at
+            self._shared_tail[row] = True
+        self.lengths[row] = length
+        self.stats.device_hits += device
+        self.stats.host_hits += host
+        self.stats.cold_hits += cold
+        in_device, in_host = min(length, device * size), host * size
+        # The partial block is the last one found, in whatever tier: what it lacks comes off the total.
+        in_host = min(in_host, length - in_device)
+        return Opened(row, length, in_device, in_host, length - in_device - in_host)
+
+    def _attach_far(self, row: int, column: int, names: Sequence[bytes], cold_deadline: float) -> int:
+        """Lease leading blocks in host memory (or bring them there) and write their words."""
+        if self.host is None:
+            return 0
+        lease = self.host.load(names, cold_deadline) if cold_deadline > 0 else self.host.match(names)
+        self._hold_far(lease.slots, lease.generations)
+        return self._write_far(row, column, lease.slots)
+
+    def _write_far(self, row: int, column: int, slots: Ids) -> int:
+        """Write words of leased slots; returns how many.
+
+        Blocks that the device cannot read in place yet are copied to it, as far as it has room.
+        """
+        if self.host is None or not len(slots):
+            return 0
+        far = self.host.readable_in_place(slots)
+        if not far.all():
+            unreadable = np.flatnonzero(~far)
+            room = self.pool.available
+            if len(unreadable) > room:
+                stop = int(unreadable[room])
+                self._end_far(slots[stop:])
+                slots, far = slots[:stop], far[:stop]
+        words = self.host.addresses(slots) | FAR
+        moving = slots[~far]
+        if len(moving):
+            blocks = self._allocate(len(moving))
+            self._copy(self.host.addresses(moving), self.arena.addresses(blocks))
+            words[~far] = self.arena.addresses(blocks)
+            self._end_far(moving)
+        self.table.set(row, column, words)
+        self._far[row] += int(np.count_nonzero(far))
+        return len(slots)
+
+    def _reattach(self, row: int, sleeping: SleepingSequence) -> tuple[int, int]:
+        """Attach the leading blocks that still are where they were; returns how many, and how many near."""
+        count = len(sleeping.device_blocks)
+        if not count:
+            return 0, 0
+        blocks = sleeping.device_blocks
+        near = self.pool.generations[blocks] == sleeping.device_generations
+        found = near.copy()
+        if self.host is not None:
+            far = np.flatnonzero(~near & (sleeping.host_generations > 0))
+            leased = self.host.lease(sleeping.host_slots[far], sleeping.host_generations[far])
+            found[far] = leased
+            stop = count if found.all() else int(found.argmin())
+            # Beyond the first gap nothing is attached.
+            slots, generations = sleeping.host_slots[far][leased], sleeping.host_generations[far][leased]
+            kept = far[leased] < stop
+            self._hold_far(slots[kept], generations[kept])
+            if not kept.all():
+                self.host.release(slots[~kept], generations[~kept])
+        stop = count if found.all() else int(found.argmin())
+        if not stop:
+            return 0, 0
+        near = near[:stop]
+        self.pool.hold(blocks[:stop][near])
+        written = 0
+        # Runs of near and far words in turn; there is one run, most of the time.
+        edges = (np.flatnonzero(np.diff(near)) + 1).tolist()
+        for first, last in pairwise([0, *edges, stop]):
+            if near[first]:
+                self.table.set(row, first, self.arena.addresses(blocks[first:last]))
+                written = last
+            else:
+                written += self._write_far(row, first, sleeping.host_slots[first:last])
+                if written < last:
+                    self.pool.drop(blocks[last:stop][near[last:]])
+                    self._end_far(sleeping.host_slots[last:stop][~near[last:]])
+                    break
+        return written, int(np.count_nonzero(near[:written]))
+
+    def _split(self, words: Words) -> tuple[Ids, Ids]:
+        """Device blocks and host slots that words name."""
+        far = (words & FAR) != 0
+        if self.host is None or not far.any():
+            return self.arena.slots_at(words), np.empty(0, dtype=np.int32)
+        return self.arena.slots_at(words[~far]), self.host.slots_at(words[far])
+
+    def _allocate(self, count: int) -> Ids:
+        """Grant device blocks; what is evicted for them is copied below first, if there is room below.
+
+        Raises:
+            CapacityError: fewer are available.
+        """
+        pool = self.pool
+        missing = count - pool.free
+        if missing > 0 and missing <= pool.cached:
+            victims = pool.coldest(missing)
+            if self._write_back is not None and not pool.host_generations[victims].all():
+                self._write_back.flush(wait=_ROOM_SECONDS)
+                victims = pool.coldest(missing)
+            self.stats.dropped += int(np.count_nonzero(pool.host_generations[victims] == 0))
+        return pool.allocate(count)
+
+    def _copy(self, source: Words, target: Words) -> None:
+        transfer = self._mover.copy(source, target, self.layout.block_bytes)
+        transfer.wait()
+        if transfer.error is not None:
+            raise transfer.error
+
+    def _own_tails(self, rows: npt.NDArray[np.int64]) -> None:
+        """Make the partly filled last block of each row its own, copying where others hold it."""
+        columns = self.lengths[rows] // self.layout.block_size
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+            word = int(self.table.words[row, column])
+            near, slots = self._split(np.array([word], dtype=np.int64))
+            if len(near) and self.pool.refs[near[0]] == 1:
+                self.pool.withdraw(int(near[0]))
+            else:
+                mine = self.arena.addresses(self._allocate(1))
+                self._copy(np.array([word & ~FAR], dtype=np.int64), mine)
+                self.table.set(row, column, mine)
+                if len(near):
+                    self.pool.drop(near)
+                else:
+                    self._far[row] -= 1
+                    self._end_far(slots)
+                self.stats.copied_on_write += 1
+            self._shared_tail[row] = False
+
+    def _keep_partial(self, row: int, length: int) -> bytes | None:
+        """Name the partly filled last block by its tokens, so that it is kept like any other."""
+        size = self.layout.block_size
+        column, filled = divmod(length, size)
+        if not filled:
+            return None
+        hashes = self._hashes[row]
+        last = hashes[column - 1] if column else self._roots[row]
+        name = hash_partial(self._tails[row, :filled], last)
+        word = self.table.words[row, column]
+        if word & FAR:
+            return name
+        block = self.arena.slots_at(np.array([word]))
+        if self.pool.hash_of(int(block[0])) is None and name not in self.pool.index:
+            self._name(block, [name])
+        return name
+
+    def _publish(self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> None:
+        """Blocks (row, column) are full: name them, let them be found, queue their copies."""
+        blocks = self.arena.slots_at(self.table.words[rows, columns])
+        index = self.pool.index
+        messages: list[bytes] | None = None
+        fresh: list[int] = []
+        names: list[bytes] = []
+        twins: list[tuple[int, int, int, int]] = []
+        places = zip(rows.tolist(), columns.tolist(), blocks.tolist(), strict=True)
+        for at, (row, column, block) in enumerate(places):
+            hashes = self._hashes[row]
+            if column < len(hashes):
+                name = hashes[column]
+            else:
+                if messages is None:
+                    messages = pack_blocks(self._tails[rows])
+                name = link(hashes[-1] if hashes else self._roots[row], messages[at])
+                hashes.append(name)
+            twin = index.get(name)
+            if twin is None:
+                self.pool.publish(block, name)
+                fresh.append(block)
+                names.append(name)
+            elif twin != block:
+                twins.append((row, column, block, twin))
+        for row, column, block, twin in twins:
+            self._adopt(row, column, block, twin)
+        self._queue(np.array(fresh, dtype=np.int32), names)
+
+    def _adopt(self, row: int, column: int, block: int, twin: int) -> None:
+        """The same block was computed elsewhere at the same time: hold that one, free this."""
+        twins = np.array([twin], dtype=np.int32)
+        self.pool.hold(twins)
+        self.table.set(row, column, self.arena.addresses(twins))
+        self.pool.drop(np.array([block], dtype=np.int32))
+        self.stats.adopted += 1
+
+    def _name(self, blocks: Ids, names: list[bytes]) -> None:
+        for block, name in zip(blocks.tolist(), names, strict=True):
+            self.pool.publish(block, name)
+        self._queue(blocks, names)
+
+    def _queue(self, blocks: Ids, names: list[bytes]) -> None:
+        """Blocks were published: count them, tell of them, have them copied to host memory."""
+        if not len(blocks):
+            return
+        self.stats.published += len(blocks)
+        self.events.emit(EventKind.STORED, "device", self.space, names)
+        if self._write_back is not None:
+            self._write_back.add(blocks)
+
+    def _hold_far(self, slots: Ids, generations: npt.NDArray[np.int64]) -> None:
+        """A row holds these leased slots; the store keeps one lease a slot, however many rows hold it."""
+        before = self._far_refs[slots]
+        self._far_refs[slots] = before + 1
+        self._far_generations[slots] = generations
+        again = before > 0
+        if again.any():
+            self._ended.append((slots[again], generations[again]))
+
+    def _end_far(self, slots: Ids) -> None:
+        """A row no longer holds these slots; the lease ends when the step that may read them is done."""
+        if not len(slots):
+            return
+        after = self._far_refs[slots] - 1
+        self._far_refs[slots] = after
+        gone = slots[after == 0]
+        if len(gone):
+            self._ended.append((gone, self._far_generations[gone]))
+
+    def _release_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        if self.host is not None:
+            for slots, generations in ended:
+                self.host.release(slots, generations)
+
+    def _finish_promotions(self) -> None:
+        """Rewrite the words of far blocks whose copies have arrived, in every row that holds them."""
+        arrived = [promotion for promotion in self._promotions if promotion.transfer.done()]
+        if not arrived:
+            return
+        self._promotions = [promotion for promotion in self._promotions if not promotion.transfer.done()]
+        for promotion in arrived:
+            self._promoting[promotion.slots] = False
+            if promotion.transfer.error is not None:
+                self._end_far(promotion.slots)
+                self.pool.drop(promotion.blocks)
+                raise promotion.transfer.error
+            self._install(promotion)
+
+    def _install(self, promotion: _Promotion) -> None:
+        if self.host is None:
+            return
+        target = np.full(len(self._far_refs), -1, dtype=np.int32)
+        target[promotion.slots] = promotion.blocks
+        for row in np.flatnonzero(self._far).tolist():
+            words = self.table.row(row)
+            columns = np.flatnonzero(words & FAR)
+            if self._shared_tail[row]:
+                columns = columns[columns < self.lengths[row] // self.layout.block_size]
+            slots = self.host.slots_at(words[columns])
+            here = target[slots] >= 0
+            columns, slots = columns[here], slots[here]
+            if len(columns):
+                blocks = target[slots]
+                self.pool.hold(blocks)
+                self.table.put(np.full(len(columns), row), columns, self.arena.addresses(blocks))
+                self._far[row] -= len(columns)
+                self._end_far(slots)
+        blocks = promotion.blocks
+        self.pool.host_slots[blocks] = promotion.slots
+        self.pool.host_generations[blocks] = promotion.generations
+        stored = []
+        for block, name in zip(blocks.tolist(), promotion.hashes, strict=True):
+            if name not in self.pool.index:
+                self.pool.publish(block, name)
+                stored.append(name)
+        self.events.emit(EventKind.STORED, "device", self.space, stored)
+        self.stats.promoted += len(blocks)
+        self._end_far(promotion.slots)
+        self.pool.drop(blocks)
+
+    def _tell_removed(self, hashes: Sequence[bytes]) -> None:
+        self.events.emit(EventKind.REMOVED, "device", self.space, hashes)

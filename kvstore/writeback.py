@@ -1,0 +1,145 @@
+"""Write-back: full blocks are copied from the device tier to host memory in the background.
+
+So leaving the device tier later is free: the copy is there, and a full block never changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..tiers.arena import DeviceArena
+from ..tiers.mover import Mover, Transfer
+from .host import HostSpace, Reservation, ReserveStatus
+from .policy import Ids
+from .pool import BlockPool
+
+__all__ = ["WriteBack"]
+
+# A batch below this waits for more, so that bookkeeping and copies are spent on dozens of blocks.
+_BATCH: Final = 64
+_RETRY_SECONDS: Final = 0.05
+
+
+@dataclass(frozen=True)
+class _Write:
+    transfer: Transfer
+    reservation: Reservation
+    positions: npt.NDArray[np.int64]
+    blocks: Ids
+
+
+class WriteBack:
+    """The queue of blocks to be copied to host memory, and the copies under way.
+
+    A block under way is held, so it is neither evicted nor granted again until its copy is done.
+    """
+
+    def __init__(self, pool: BlockPool, arena: DeviceArena, host: HostSpace, mover: Mover) -> None:
+        self._pool = pool
+        self._arena = arena
+        self._host = host
+        self._mover = mover
+        self._queue: list[tuple[Ids, npt.NDArray[np.int64]]] = []
+        self._queued = 0
+        self._retry_at = 0.0
+        self._writes: deque[_Write] = deque()
+        self.written = 0
+        """Blocks copied since the store was opened."""
+
+    @property
+    def backlog(self) -> int:
+        """Blocks queued or under way."""
+        return self._queued + sum(len(write.blocks) for write in self._writes)
+
+    @property
+    def in_flight(self) -> list[Ids]:
+        """The blocks that are held because a copy of them is under way, one array per batch."""
+        return [write.blocks for write in self._writes]
+
+    def add(self, blocks: Ids) -> None:
+        """Queue blocks that were just published."""
+        self._queue.append((blocks, self._pool.generations[blocks]))
+        self._queued += len(blocks)
+
+    def poll(self) -> None:
+        """Finish what is done; start a batch if one has gathered. Called once a step."""
+        if self._writes and self._writes[0].transfer.done():
+            self._finish()
+        if self._queued >= _BATCH and time.monotonic() >= self._retry_at:
+            self.start()
+
+    def start(self, *, wait: float = 0.0) -> None:
+        """Reserve host slots for everything queued and start copying. What is denied stays queued.
+
+        Args:
+            wait: seconds to wait for room in host memory.
+        """
+        if not self._queue:
+            return
+        blocks = np.concatenate([entry[0] for entry in self._queue])
+        generations = np.concatenate([entry[1] for entry in self._queue])
+        self._queue.clear()
+        self._queued = 0
+        pool = self._pool
+        current = (pool.generations[blocks] == generations) & (pool.host_generations[blocks] == 0)
+        candidates = blocks[current].tolist()
+        named = {block: name for block in candidates if (name := pool.hash_of(block)) is not None}
+        if not named:
+            return
+        reservation = self._host.reserve(list(named.values()), wait=wait)
+        asked = np.fromiter(named, dtype=np.int32, count=len(named))
+        status = reservation.status
+        present = np.flatnonzero(status == ReserveStatus.PRESENT)
+        pool.host_slots[asked[present]] = reservation.slots[present]
+        pool.host_generations[asked[present]] = reservation.generations[present]
+        new = reservation.new
+        if len(new):
+            moving = asked[new]
+            pool.hold(moving)
+            transfer = self._mover.copy(
+                self._arena.addresses(moving),
+                self._host.addresses(reservation.slots[new]),
+                self._host.layout.block_bytes,
+            )
+            self._writes.append(_Write(transfer, reservation, new, moving))
+        denied = asked[status == ReserveStatus.DENIED]
+        if len(denied):
+            self.add(denied)
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+
+    def flush(self, *, wait: float = 0.0) -> None:
+        """Copy everything queued and wait until it is done.
+
+        Args:
+            wait: seconds to wait for room in host memory.
+        """
+        self.start(wait=wait)
+        while self._writes:
+            self._writes[0].transfer.wait()
+            self._finish()
+
+    def _finish(self) -> None:
+        """Commit the copies that are done, in the order in which they were started.
+
+        Raises:
+            Exception: what a copy failed with, after its slots and blocks were given back.
+        """
+        while self._writes and self._writes[0].transfer.done():
+            write = self._writes.popleft()
+            slots = write.reservation.slots[write.positions]
+            generations = write.reservation.generations[write.positions]
+            if write.transfer.error is not None:
+                write.reservation.abort()
+                self._pool.drop(write.blocks)
+                raise write.transfer.error
+            write.reservation.commit(write.positions)
+            self._pool.host_slots[write.blocks] = slots
+            self._pool.host_generations[write.blocks] = generations
+            self.written += len(write.blocks)
+            self._pool.drop(write.blocks)
