@@ -199,9 +199,10 @@ class TieredStore:
         row = self.table.take_row()
         self._roots[row] = root
         self._hashes[row] = hashes
-        rest = tokens[len(hashes) * size :]
-        self._tails[row, : len(rest)] = rest
-        return self._attach(row, 0, hashes[: length // size], partial, partial_at or 0, cold_deadline)
+        opened = self._attach(row, 0, hashes[: length // size], partial, partial_at or 0, cold_deadline)
+        filled = opened.length % size
+        self._tails[row, :filled] = tokens[opened.length - filled : opened.length]
+        return opened
 
     def fork(self, row: int) -> int:
         """A second sequence with the same KV: all blocks are shared, the last one copied when written.
@@ -339,15 +340,28 @@ class TieredStore:
             self.table.set(row, int(self.table.counts[row]), words[first : first + count])
             first += count
 
-    def advance(self, row: int, count: int) -> None:
-        """The KV of `count` more tokens of the prompt is written."""
+    def advance(self, row: int, tokens: npt.NDArray[np.int32]) -> None:
+        """The KV of more tokens of one row is written: a chunk of its prompt.
+
+        Args:
+            tokens: int32 [n], the tokens from the row's length on.
+        """
         size = self.layout.block_size
         before = int(self.lengths[row])
-        self.lengths[row] = before + count
-        first, stop = before // size, (before + count) // size
+        after = before + len(tokens)
+        self.lengths[row] = after
+        first, stop = before // size, after // size
         if stop > first:
+            pending = np.concatenate([self._tails[row, : before % size], tokens])
+            hashes = self._hashes[row]
+            if stop > len(hashes):
+                unnamed = pending[(len(hashes) - first) * size : (stop - first) * size]
+                hashes += hash_blocks(unnamed, size, hashes[-1] if hashes else self._roots[row])
             blocks = np.arange(first, stop, dtype=np.int64)
             self._publish(np.full(len(blocks), row, dtype=np.int64), blocks)
+            self._tails[row, : after % size] = pending[(stop - first) * size :]
+        else:
+            self._tails[row, before % size : after % size] = tokens
 
     def append(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
         """The KV of one more token of each row is written.
