@@ -47,7 +47,7 @@ _HUGE_PAGE: Final = 2 << 20
 _SMALLEST_EXTENT: Final = 4 << 20
 _LARGEST_EXTENT: Final = 256 << 20
 _USUAL_EXTENTS: Final = 16
-_SHORTAGE_PAUSE: Final = 5.0
+_SHORTAGE_PAUSE: Final = 2.0
 """Seconds between looks for memory while there is too little for the next extent."""
 _MADV_POPULATE_WRITE: Final = 23
 _MAP_FIXED: Final = 0x10
@@ -316,7 +316,11 @@ class PinnedArena:
         self._thread.join()
         with self._changed:
             self._bytes = None
-        self._file.close()
+            self._mapping.release()
+            if not self._file.closed:
+                # Not by closing alone: a view that is left holds the open file, and with it the lock.
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+                self._file.close()
 
     def _memory(self) -> memoryview:
         memory = self._bytes
@@ -456,12 +460,19 @@ class _Mapping:
         libc.madvise(base, nbytes, mmap.MADV_HUGEPAGE)
         self._libc = libc
         self.base = base
-        self._array = (ctypes.c_ubyte * nbytes).from_address(base)
-        weakref.finalize(self._array, libc.munmap, base, nbytes).atexit = False
+        array = (ctypes.c_ubyte * nbytes).from_address(base)
+        weakref.finalize(array, libc.munmap, base, nbytes).atexit = False
+        self._array: ctypes.Array[ctypes.c_ubyte] | None = array
 
     def bytes(self) -> memoryview:
         """All of it, writable. Slices keep the mapping."""
+        if self._array is None:
+            raise ClosedError("the mapping was released")
         return memoryview(self._array).cast("B")
+
+    def release(self) -> None:
+        """Unmap it as soon as no view is left."""
+        self._array = None
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Fault the pages in, so that no request does. Linux before 5.14 cannot, and says no."""
