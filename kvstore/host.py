@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -39,7 +39,7 @@ from .events import EventKind, EventStream, Listener
 from .hashing import HASH_BYTES, Tokens, hash_blocks, space_id
 from .policy import EvictionPolicy, Ids, make_policy
 
-__all__ = ["HostSpace", "HostStats", "HostStore", "Lease", "Reservation", "ReserveStatus"]
+__all__ = ["ColdLoad", "HostSpace", "HostStats", "HostStore", "Lease", "Reservation", "ReserveStatus"]
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +125,34 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+class ColdLoad:
+    """Blocks on their way up from the cold tier.
+
+    Attributes:
+        loaded: blocks that have arrived so far.
+    """
+
+    def __init__(self) -> None:
+        self.loaded = 0
+        self._error: Exception | None = None
+        self._finished = threading.Event()
+
+    def done(self) -> bool:
+        """Whether everything that is to be had has arrived.
+
+        Raises:
+            Exception: what the load failed with.
+        """
+        return self.wait(0.0)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is done, `seconds` at most; returns whether it is. Raises as `done`."""
+        finished = self._finished.wait(seconds)
+        if self._error is not None:
+            raise self._error
+        return finished
 
 
 class Reservation:
@@ -693,53 +721,76 @@ class HostSpace:
 
         What has not arrived after `deadline` seconds goes on loading and serves the next request.
         """
-        end = time.monotonic() + deadline
-        store = self.store
-        if store._loaders is not None:
-            with self._lease_resident(hashes) as lease:
-                missing = list(hashes[len(lease) :])
-                reservation = self.reserve(missing)
-                new = reservation.new
-                stride = max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)
-                jobs: list[Future[None]] = [
-                    store._loaders.submit(self._load_part, reservation, new[first : first + stride])
-                    for first in range(0, len(new), stride)
-                ]
-                wait(jobs, max(0.0, end - time.monotonic()))
-                for job in jobs:
-                    if job.done():
-                        job.result()
-                self._wait_for_writers(missing, end)
+        load = self.start_load(hashes)
+        load.wait(deadline)
         return self._lease_resident(hashes)
+
+    def start_load(self, hashes: Sequence[bytes]) -> ColdLoad:
+        """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
+        load = ColdLoad()
+        loaders = self.store._loaders
+        if loaders is None:
+            load._finished.set()
+        else:
+            loaders.submit(self._load, list(hashes), load)
+        return load
+
+    def _load(self, hashes: list[bytes], load: ColdLoad) -> None:
+        """Load batch after batch until one block is not to be had; runs in a loader thread."""
+        store = self.store
+        end = time.monotonic() + store._cold_deadline
+        try:
+            with self._lease_resident(hashes) as lease:
+                missing = hashes[len(lease) :]
+                if store.cold is None or not missing:
+                    return
+                there = store.cold.contains(self.id, missing, store._cold_deadline)
+                missing = missing[: len(there) if there.all() else int(there.argmin())]
+                stride = max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)
+                for first in range(0, len(missing), stride):
+                    batch = missing[first : first + stride]
+                    load.loaded += self._load_batch(store.cold, batch)
+                    self._wait_for_writers(batch, end)
+                    if store._closed or not self._all_resident(batch):
+                        return
+        except ClosedError:
+            return
+        except Exception as error:  # noqa: BLE001  whoever waits for the load is told
+            load._error = error
+        finally:
+            load._finished.set()
+
+    def _load_batch(self, cold: ColdTier, hashes: list[bytes]) -> int:
+        """Read blocks that are neither resident nor on their way; returns how many arrived."""
+        store = self.store
+        with self.reserve(hashes) as reservation:
+            new = reservation.new
+            names = [hashes[at] for at in new.tolist()]
+            views = [self.view(slot) for slot in reservation.slots[new].tolist()]
+            try:
+                status = cold.get(self.id, names, views, store._cold_deadline)
+            finally:
+                for view in views:
+                    view.release()
+            arrived = reservation._take(new[status == ColdStatus.OK])
+            self.commit(reservation.slots[arrived], reservation.generations[arrived], in_cold=True)
+        with store._lock():
+            store.stats.cold_loaded += len(arrived)
+            store.stats.cold_missed += len(new) - len(arrived)
+        return len(arrived)
 
     def _wait_for_writers(self, hashes: Sequence[bytes], end: float) -> None:
         """Wait until `end` while the first block that is not resident is being written by another."""
         with self.store._lock():
-            while (left := end - time.monotonic()) > 0:
+            while (left := end - time.monotonic()) > 0 and not self.store._closed:
                 resident = len(self._resident(hashes))
                 if resident == len(hashes) or hashes[resident] not in self._pending:
                     return
                 self.store._changed.wait(left)
 
-    def _load_part(self, reservation: Reservation, positions: npt.NDArray[np.int64]) -> None:
-        """Read some reserved blocks from the cold tier; runs in a loader thread."""
-        store = self.store
-        hashes = [reservation.hashes[at] for at in positions.tolist()]
-        views = [self.view(slot) for slot in reservation.slots[positions].tolist()]
-        try:
-            if store.cold is None:
-                return
-            status = store.cold.get(self.id, hashes, views, store._cold_deadline)
-            there = positions[status == ColdStatus.OK]
-            reservation._take(there)
-            self.commit(reservation.slots[there], reservation.generations[there], in_cold=True)
-            with store._lock():
-                store.stats.cold_loaded += len(there)
-                store.stats.cold_missed += len(positions) - len(there)
-        finally:
-            for view in views:
-                view.release()
-            reservation.abort(positions)
+    def _all_resident(self, hashes: Sequence[bytes]) -> bool:
+        with self.store._lock():
+            return len(self._resident(hashes)) == len(hashes)
 
     def write_to_cold(self, *, flush: bool = False, until: float | None = None) -> int:
         """Copy one batch of blocks to the cold tier: those about to be evicted, or any when flushing.

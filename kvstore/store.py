@@ -24,7 +24,7 @@ from ..tiers.layout import KVLayout
 from ..tiers.mover import CudaMover, HostMover, Mover, Transfer
 from .events import EventKind, EventStream, Listener
 from .hashing import ExtraKeys, Tokens, as_tokens, hash_blocks, hash_partial, link, pack_blocks, space_id
-from .host import HostSpace, HostStore
+from .host import ColdLoad, HostSpace, HostStore
 from .policy import Ids, make_policy
 from .pool import BlockPool
 from .session import SessionRecord, SleepingSequence
@@ -203,6 +203,20 @@ class TieredStore:
         filled = opened.length % size
         self._tails[row, :filled] = tokens[opened.length - filled : opened.length]
         return opened
+
+    def start_load(
+        self, tokens: Tokens, *, root: bytes | None = None, extra_keys: ExtraKeys | None = None
+    ) -> ColdLoad | None:
+        """Start bringing a prompt's blocks up from the cold tier to host memory, ahead of `open`.
+
+        Returns:
+            the load to wait for; None where there is nothing below to load from.
+        """
+        if self.host is None:
+            return None
+        hashes = hash_blocks(tokens, self.layout.block_size, self.root if root is None else root, extra_keys)
+        near = len(self.pool.match(hashes))
+        return self.host.start_load(hashes[near:]) if near < len(hashes) else None
 
     def fork(self, row: int) -> int:
         """A second sequence with the same KV: all blocks are shared, the last one copied when written.
