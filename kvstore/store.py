@@ -80,6 +80,15 @@ class StoreStats:
 
 
 @dataclass(frozen=True)
+class _Wanted:
+    """Names of a prompt's blocks: all full ones, those that may be attached, the partly filled one after."""
+
+    hashes: list[bytes]
+    usable: list[bytes]
+    partial: bytes | None
+
+
+@dataclass(frozen=True)
 class _Promotion:
     """Far blocks on their way to the device tier."""
 
@@ -186,37 +195,59 @@ class TieredStore:
             CapacityError: every row is in use.
         """
         tokens = as_tokens(tokens)
-        size = self.layout.block_size
         root = self.root if root is None else root
-        hashes = hash_blocks(tokens, size, root, extra_keys)
-        usable = max(0, len(tokens) - 1)
-        partial = None
-        length = usable // size * size
-        if partial_at is not None and length <= partial_at <= usable and partial_at % size:
-            keys = extra_keys.get(length // size, ()) if extra_keys else ()
-            last = hashes[length // size - 1] if length else root
-            partial = hash_partial(tokens[length:partial_at], last, keys)
+        wanted = self._wanted(tokens, root, extra_keys, partial_at)
         row = self.table.take_row()
         self._roots[row] = root
-        self._hashes[row] = hashes
-        opened = self._attach(row, 0, hashes[: length // size], partial, partial_at or 0, cold_deadline)
-        filled = opened.length % size
+        self._hashes[row] = wanted.hashes
+        opened = self._attach(row, 0, wanted.usable, wanted.partial, partial_at or 0, cold_deadline)
+        filled = opened.length % self.layout.block_size
         self._tails[row, :filled] = tokens[opened.length - filled : opened.length]
         return opened
 
     def start_load(
-        self, tokens: Tokens, *, root: bytes | None = None, extra_keys: ExtraKeys | None = None
+        self,
+        tokens: Tokens,
+        *,
+        root: bytes | None = None,
+        extra_keys: ExtraKeys | None = None,
+        partial_at: int | None = None,
     ) -> ColdLoad | None:
         """Start bringing a prompt's blocks up from the cold tier to host memory, ahead of `open`.
 
+        Arguments as for `open`.
+
         Returns:
-            the load to wait for; None where there is nothing below to load from.
+            the load to wait for; None where everything is near, or there is nothing below.
         """
+        root = self.root if root is None else root
+        wanted = self._wanted(as_tokens(tokens), root, extra_keys, partial_at)
+        return self._start_load(wanted.usable, wanted.partial)
+
+    def start_load_sleeping(self, sleeping: SleepingSequence) -> ColdLoad | None:
+        """Start bringing a sleeping sequence's blocks up from the cold tier, ahead of `wake`."""
+        return self._start_load(sleeping.hashes, sleeping.partial)
+
+    def _start_load(self, hashes: Sequence[bytes], partial: bytes | None) -> ColdLoad | None:
         if self.host is None:
             return None
-        hashes = hash_blocks(tokens, self.layout.block_size, self.root if root is None else root, extra_keys)
-        near = len(self.pool.match(hashes))
-        return self.host.start_load(hashes[near:]) if near < len(hashes) else None
+        names = [*hashes, partial] if partial is not None else list(hashes)
+        near = len(self.pool.match(names))
+        return self.host.start_load(names[near:]) if near < len(names) else None
+
+    def _wanted(
+        self, tokens: npt.NDArray[np.int32], root: bytes, extra_keys: ExtraKeys | None, partial_at: int | None
+    ) -> _Wanted:
+        """Names of what may be attached to a prompt: all but its last token."""
+        size = self.layout.block_size
+        hashes = hash_blocks(tokens, size, root, extra_keys)
+        count = max(0, len(tokens) - 1) // size
+        partial = None
+        if partial_at is not None and count * size < partial_at < len(tokens):
+            keys = extra_keys.get(count, ()) if extra_keys else ()
+            last = hashes[count - 1] if count else root
+            partial = hash_partial(tokens[count * size : partial_at], last, keys)
+        return _Wanted(hashes, hashes[:count], partial)
 
     def fork(self, row: int) -> int:
         """A second sequence with the same KV: all blocks are shared, the last one copied when written.
