@@ -419,7 +419,7 @@ class TestPageLocking:
             host = np.frombuffer(arena.view(0, arena.capacity_bytes), np.uint32)
             host[:] = np.random.default_rng(1).integers(0, 2**32, host.size, np.uint32)
             expected = host * np.uint32(3)
-            memory = cupy.cuda.UnownedMemory(arena.base + arena.device_delta, arena.capacity_bytes, arena)
+            memory = cupy.cuda.UnownedMemory(arena.base + arena.device_delta, arena.capacity_bytes, arena, 0)
             mapped = cupy.ndarray(host.shape, cupy.uint32, cupy.cuda.MemoryPointer(memory, 0))
             cupy.ElementwiseKernel("", "uint32 x", "x = x * 3u", "triple")(mapped)
             cupy.cuda.runtime.deviceSynchronize()
@@ -435,8 +435,8 @@ class TestPageLocking:
         arena.close()
         driver = cuda_driver()
         attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-        (memory_type,) = (check(driver.cuPointerGetAttributes(1, [attribute], base)),)
-        assert int(memory_type[0]) == 0
+        (memory_type,) = check(driver.cuPointerGetAttributes(1, [attribute], base))
+        assert int(memory_type) == 0
         view.release()
 
 
