@@ -80,12 +80,29 @@ class StoreStats:
 
 
 @dataclass(frozen=True)
+class _Partial:
+    """A partly filled block that may have been kept: its name, and the sequence's length at its end."""
+
+    name: bytes
+    length: int
+
+
+@dataclass(frozen=True)
 class _Wanted:
-    """Names of a prompt's blocks: all full ones, those that may be attached, the partly filled one after."""
+    """Names of a prompt's blocks: all full ones, those that may be attached, and a partly filled one."""
 
     hashes: list[bytes]
     usable: list[bytes]
-    partial: bytes | None
+    partial: _Partial | None
+
+
+@dataclass
+class _Found:
+    """Blocks attached so far, by the tier they were found in."""
+
+    device: int
+    host: int
+    cold: int
 
 
 @dataclass(frozen=True)
@@ -200,7 +217,7 @@ class TieredStore:
         row = self.table.take_row()
         self._roots[row] = root
         self._hashes[row] = wanted.hashes
-        opened = self._attach(row, 0, wanted.usable, wanted.partial, partial_at or 0, cold_deadline)
+        opened = self._attach(row, 0, 0, wanted.usable, wanted.partial, cold_deadline)
         filled = opened.length % self.layout.block_size
         self._tails[row, :filled] = tokens[opened.length - filled : opened.length]
         return opened
@@ -226,12 +243,14 @@ class TieredStore:
 
     def start_load_sleeping(self, sleeping: SleepingSequence) -> ColdLoad | None:
         """Start bringing a sleeping sequence's blocks up from the cold tier, ahead of `wake`."""
-        return self._start_load(sleeping.hashes, sleeping.partial)
+        return self._start_load(sleeping.hashes, _partial_of(sleeping))
 
-    def _start_load(self, hashes: Sequence[bytes], partial: bytes | None) -> ColdLoad | None:
+    def _start_load(self, hashes: Sequence[bytes], partial: _Partial | None) -> ColdLoad | None:
         if self.host is None:
             return None
-        names = [*hashes, partial] if partial is not None else list(hashes)
+        names = list(hashes)
+        if partial is not None:
+            names.insert(partial.length // self.layout.block_size, partial.name)
         near = len(self.pool.match(names))
         return self.host.start_load(names[near:]) if near < len(names) else None
 
@@ -241,13 +260,16 @@ class TieredStore:
         """Names of what may be attached to a prompt: all but its last token."""
         size = self.layout.block_size
         hashes = hash_blocks(tokens, size, root, extra_keys)
-        count = max(0, len(tokens) - 1) // size
+        usable = hashes[: max(0, len(tokens) - 1) // size]
         partial = None
-        if partial_at is not None and count * size < partial_at < len(tokens):
-            keys = extra_keys.get(count, ()) if extra_keys else ()
-            last = hashes[count - 1] if count else root
-            partial = hash_partial(tokens[count * size : partial_at], last, keys)
-        return _Wanted(hashes, hashes[:count], partial)
+        if partial_at is not None and 0 < partial_at < len(tokens) and partial_at % size:
+            column = partial_at // size
+            keys = extra_keys.get(column, ()) if extra_keys else ()
+            name = hash_partial(
+                tokens[column * size : partial_at], hashes[column - 1] if column else root, keys
+            )
+            partial = _Partial(name, partial_at)
+        return _Wanted(hashes, usable, partial)
 
     def fork(self, row: int) -> int:
         """A second sequence with the same KV: all blocks are shared, the last one copied when written.
@@ -340,9 +362,7 @@ class TieredStore:
         self._hashes[row] = list(sleeping.hashes)
         self._tails[row, : len(sleeping.tail)] = sleeping.tail
         count, device = self._reattach(row, sleeping)
-        opened = self._attach(
-            row, count, sleeping.hashes, sleeping.partial, sleeping.length, cold_deadline, device
-        )
+        opened = self._attach(row, count, device, sleeping.hashes, _partial_of(sleeping), cold_deadline)
         self.stats.woken += 1
         return opened
 
@@ -604,53 +624,63 @@ class TieredStore:
         self,
         row: int,
         count: int,
+        device: int,
         hashes: Sequence[bytes],
-        partial: bytes | None,
-        partial_at: int,
+        partial: _Partial | None,
         cold_deadline: float,
-        device: int = 0,
     ) -> Opened:
-        """Attach blocks `count`... of `hashes`, then the partial one; tell what was found.
+        """Attach blocks `count`... of `hashes`, then the partly filled one; tell what was found.
 
         `count` blocks are attached already, `device` of them near.
         """
-        names = list(hashes)
-        if partial is not None:
-            names.append(partial)
-        host = count - device
-        cold = 0
-        while True:
-            before = count
+        size = self.layout.block_size
+        found = _Found(device, count - device, 0)
+        count = self._attach_names(row, count, hashes, cold_deadline, found)
+        in_device, in_host, in_cold = (blocks * size for blocks in (found.device, found.host, found.cold))
+        length = count * size
+        if partial is not None and count == partial.length // size:
+            before = found.device, found.host
+            if self._attach_names(row, count, (*hashes[:count], partial.name), cold_deadline, found) > count:
+                self._shared_tail[row] = True
+                filled = partial.length - length
+                length = partial.length
+                if found.device > before[0]:
+                    in_device += filled
+                elif found.host > before[1]:
+                    in_host += filled
+                else:
+                    in_cold += filled
+        self.lengths[row] = length
+        self.stats.device_hits += found.device
+        self.stats.host_hits += found.host
+        self.stats.cold_hits += found.cold
+        return Opened(row, length, in_device, in_host, in_cold)
+
+    def _attach_names(
+        self, row: int, count: int, names: Sequence[bytes], cold_deadline: float, found: _Found
+    ) -> int:
+        """Attach ``names[count:]`` as far as they are found, near ones first; returns the new count.
+
+        The cold tier is asked once, when nothing more is found above it.
+        """
+        while count < len(names):
             near = self.pool.match(names, count)
             if len(near):
                 self.pool.hold(near)
                 self.table.set(row, count, self.arena.addresses(near))
+                found.device += len(near)
                 count += len(near)
-                device += len(near)
-            if count < len(names) and self.host is not None:
-                found = self._attach_far(row, count, names[count:], 0.0)
-                count += found
-                host += found
-            if count == before and count < len(names) and self.host is not None and cold_deadline > 0:
-                found = self._attach_far(row, count, names[count:], cold_deadline)
-                count += found
-                cold += found
+                continue
+            far = self._attach_far(row, count, names[count:], 0.0)
+            found.host += far
+            if not far and cold_deadline > 0:
+                far = self._attach_far(row, count, names[count:], cold_deadline)
+                found.cold += far
                 cold_deadline = 0.0
-            if count == before or count == len(names):
+            if not far:
                 break
-        size = self.layout.block_size
-        length = count * size
-        if partial is not None and count == len(names):
-            length = partial_at
-            self._shared_tail[row] = True
-        self.lengths[row] = length
-        self.stats.device_hits += device
-        self.stats.host_hits += host
-        self.stats.cold_hits += cold
-        in_device, in_host = min(length, device * size), host * size
-        # The partial block is the last one found, in whatever tier: what it lacks comes off the total.
-        in_host = min(in_host, length - in_device)
-        return Opened(row, length, in_device, in_host, length - in_device - in_host)
+            count += far
+        return count
 
     def _attach_far(self, row: int, column: int, names: Sequence[bytes], cold_deadline: float) -> int:
         """Lease leading blocks in host memory (or bring them there) and write their words."""
@@ -915,3 +945,7 @@ class TieredStore:
 
     def _tell_removed(self, hashes: Sequence[bytes]) -> None:
         self.events.emit(EventKind.REMOVED, "device", self.space, hashes)
+
+
+def _partial_of(sleeping: SleepingSequence) -> _Partial | None:
+    return _Partial(sleeping.partial, sleeping.length) if sleeping.partial is not None else None
