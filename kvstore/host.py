@@ -729,7 +729,7 @@ class HostSpace:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
         load = ColdLoad()
         loaders = self.store._loaders
-        if loaders is None:
+        if loaders is None or self._all_resident(hashes):
             load._finished.set()
         else:
             loaders.submit(self._load, list(hashes), load)

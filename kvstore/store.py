@@ -366,6 +366,12 @@ class TieredStore:
         self.stats.woken += 1
         return opened
 
+    def cached_blocks(self, sleeping: SleepingSequence) -> int:
+        """How many of `available_blocks` waking a sequence would hold again."""
+        blocks = sleeping.device_blocks
+        there = self.pool.generations[blocks] == sleeping.device_generations
+        return int(np.count_nonzero(there & (self.pool.refs[blocks] == 0)))
+
     # Steps
 
     @property
