@@ -28,7 +28,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from benchmarks.kv_workload import PHASES, Workload, summary
+    from kvpager.benchmarks.kv_workload import PHASES, Workload, summary
 else:
     # Last, so that nothing in this folder can stand in for a module of the peer's.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
