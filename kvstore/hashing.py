@@ -66,6 +66,7 @@ class ChainIdentity:
         adapter: content digest of a LoRA or other adapter, empty for none.
         tenant: salt of a tenant that must not share KV with others, empty for none.
         epoch: changed whenever weights are updated in place.
+        salt: KV is shared only between requests of the same salt; empty for the usual.
 
     Raises:
         ConfigError: `model` is empty.
@@ -75,6 +76,7 @@ class ChainIdentity:
     adapter: bytes = b""
     tenant: bytes = b""
     epoch: int = 0
+    salt: bytes = b""
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -83,9 +85,10 @@ class ChainIdentity:
     @property
     def root(self) -> bytes:
         """``h[-1]`` of the chain, 16 bytes."""
-        return _digest(
-            b"kvpager-chain-1", self.model, self.adapter, self.tenant, self.epoch.to_bytes(8, "little")
-        )
+        parts = [self.model, self.adapter, self.tenant, self.epoch.to_bytes(8, "little")]
+        if self.salt:
+            parts.append(self.salt)
+        return _digest(b"kvpager-chain-1", *parts)
 
 
 def space_id(layout: KVLayout, shard: str = "") -> bytes:
