@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from .errors import ConfigError, KVPagerError, MemoryUnavailableError
+from .errors import ConfigError, KVPagerError
 
 __all__ = ["check", "cuda_driver", "device_ordinal", "driver_answers", "use_primary_context"]
 
@@ -27,15 +27,15 @@ def cuda_driver() -> Any:
     """The module ``cuda.bindings.driver``, initialised.
 
     Raises:
-        MemoryUnavailableError: no driver answers, or cuda-python is not installed.
+        ConfigError: no driver answers, or cuda-python is not installed.
     """
     if not driver_answers():
-        raise MemoryUnavailableError("no CUDA driver answers on this machine (cuInit(0) failed)")
+        raise ConfigError("device", "no CUDA driver answers on this machine")
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise MemoryUnavailableError(
-            "cuda-python is not installed: pip install 'kvpager[cuda]' brings it"
+        raise ConfigError(
+            "device", "CUDA needs cuda-python, which pip install 'kvpager[cuda]' brings"
         ) from error
     check(driver.cuInit(0))
     return driver

@@ -38,14 +38,15 @@ __all__ = [
     "merge_runs",
 ]
 
-INLINE_BYTES: Final = 256 << 10
-"""A batch of no more bytes is copied by the calling thread: handing it to another costs 20 us, which is about
-what the copy takes."""
+INLINE_BYTES: Final = 1 << 20
+"""A batch of no more bytes is copied by the calling thread: handing it to another and hearing of its end
+costs 20 to 100 us, which is about what the copy takes."""
 KERNEL_BYTES: Final = 1 << 20
 """Runs shorter than this go through the copy kernel, where there is one: 51 GB/s at any size, while the copy
 engine reaches 17 at 64 KiB and 35 at 256 KiB."""
-_PIECE_BYTES: Final = 4 << 20
-"""Long runs are cut to this, so that several threads can share one."""
+_PIECE_BYTES: Final = 1 << 20
+"""Long runs are cut to this, so that threads can share one and end together."""
+_INT64: Final = np.dtype(np.int64)
 _POLL_SECONDS: Final = 50e-6
 _BATCH_COPY_DRIVER: Final = 13000
 """cuMemcpyBatchAsync came with CUDA 12.8, and took today's arguments with 13.0."""
@@ -190,7 +191,7 @@ def merge_runs(
 def _checked(src: AddressArray, dst: AddressArray, nbytes: int) -> None:
     if src.ndim != 1 or src.shape != dst.shape:
         raise KernelError(f"src and dst must be alike and one-dimensional, got {src.shape} and {dst.shape}")
-    if src.dtype != np.int64 or dst.dtype != np.int64:
+    if src.dtype != _INT64 or dst.dtype != _INT64:
         raise KernelError(f"src and dst must be int64, got {src.dtype} and {dst.dtype}")
     if nbytes < 1:
         raise KernelError(f"nbytes must be positive, got {nbytes}")
@@ -218,23 +219,26 @@ class HostMover:
         self._threads = threads
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="host-mover")
         self._lock = threading.Lock()
-        self._flow = Flow()
+        # Plain numbers: making a Flow for each copy would be felt at 256 KiB.
+        self._bytes = 0
+        self._seconds = 0.0
+        self._copies = 0
         self._closed = False
 
     @property
     def stats(self) -> MoverStats:
         """What was moved so far, all of it under ``within``."""
-        return MoverStats(within=self._flow)
+        with self._lock:
+            return MoverStats(within=Flow(self._bytes, self._seconds, self._copies))
 
     def copy(self, src: AddressArray, dst: AddressArray, nbytes: int) -> Transfer:
-        """See `Mover.copy`. Batches of up to 256 KiB are over when this returns."""
+        """See `Mover.copy`. Batches of up to 1 MiB are over when this returns."""
         if src.size * nbytes <= INLINE_BYTES:
             started = time.perf_counter()
             self.copy_now(src, dst, nbytes)
             return _Finished(src.size * nbytes, time.perf_counter() - started)
         _checked(src, dst, nbytes)
-        runs = merge_runs(src, dst, nbytes)
-        transfer = _HostTransfer(self, runs)
+        transfer = _HostTransfer(self, src, dst, nbytes)
         with self._lock:
             if self._closed:
                 raise ClosedError("the mover was closed")
@@ -250,15 +254,13 @@ class HostMover:
             return
         started = time.perf_counter()
         if src.size == 1:
-            ctypes.memmove(int(dst[0]), int(src[0]), nbytes)
+            ctypes.memmove(dst.item(), src.item(), nbytes)
             copies = 1
         else:
-            runs = merge_runs(src, dst, nbytes)
-            for to, start, size in zip(
-                runs.dst.tolist(), runs.src.tolist(), runs.nbytes.tolist(), strict=True
-            ):
+            copies = 0
+            for to, start, size in _host_runs(src, dst, nbytes):
                 ctypes.memmove(to, start, size)
-            copies = runs.src.size
+                copies += 1
         self._count(src.size * nbytes, time.perf_counter() - started, copies)
 
     def close(self) -> None:
@@ -269,7 +271,26 @@ class HostMover:
 
     def _count(self, nbytes: int, seconds: float, copies: int) -> None:
         with self._lock:
-            self._flow = self._flow.plus(nbytes, seconds, copies)
+            self._bytes += nbytes
+            self._seconds += seconds
+            self._copies += copies
+
+
+def _host_runs(src: AddressArray, dst: AddressArray, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """(dst, src, bytes) of each run, in the order of the batch.
+
+    A plain loop, since the copy itself is a Python call per run: `merge_runs` would take longer to set up for
+    a few dozen blocks than it saves.
+    """
+    starts, targets = src.tolist(), dst.tolist()
+    start, to, size = starts[0], targets[0], nbytes
+    for next_start, next_to in zip(starts[1:], targets[1:], strict=True):
+        if next_start == start + size and next_to == to + size:
+            size += nbytes
+        else:
+            yield to, start, size
+            start, to, size = next_start, next_to, nbytes
+    yield to, start, size
 
 
 @dataclass(frozen=True)
@@ -290,17 +311,19 @@ class _Finished:
 class _HostTransfer:
     """Pieces of runs, taken by whichever thread comes first."""
 
-    def __init__(self, mover: HostMover, runs: Runs) -> None:
+    def __init__(self, mover: HostMover, src: AddressArray, dst: AddressArray, nbytes: int) -> None:
         pieces: deque[tuple[int, int, int]] = deque()
-        for to, start, size in zip(runs.dst.tolist(), runs.src.tolist(), runs.nbytes.tolist(), strict=True):
+        copies = 0
+        for to, start, size in _host_runs(src, dst, nbytes):
+            copies += 1
             pieces.extend(
                 (to + at, start + at, min(_PIECE_BYTES, size - at)) for at in range(0, size, _PIECE_BYTES)
             )
-        self.nbytes = int(runs.nbytes.sum())
+        self.nbytes = src.size * nbytes
         self.seconds = 0.0
         self._mover = mover
         self._pieces = pieces
-        self._copies = runs.src.size
+        self._copies = copies
         self._left = len(pieces)
         self._lock = threading.Lock()
         self._started: float | None = None
@@ -327,12 +350,14 @@ class _HostTransfer:
         return False
 
     def wait(self, timeout: float | None = None) -> bool:
-        if timeout is None:
-            self._work()
-        # Workers that have not begun have nothing left to do.
-        busy = [future for future in self._futures if not (timeout is None and future.cancel())]
-        if self._left:
-            wait_for_futures(busy, timeout)
+        if timeout is not None:
+            wait_for_futures(self._futures, timeout)
+            return self.done()
+        # The waiting thread would be idle: it takes part, alone where no worker has begun.
+        busy = [future for future in self._futures if not future.cancel()]
+        self._work()
+        for future in busy:
+            future.result()
         return self.done()
 
     def _work(self) -> None:
@@ -370,7 +395,8 @@ class CudaMover:
 
     A batch begins after what the calling thread's current torch stream was given before, so blocks that
     earlier steps write or still read are safe; call `copy` from the thread that launches those steps. It goes
-    one way: its sources are all on one side, and so are its destinations.
+    one way: its sources are all on one side, and so are its destinations. That stream must not be under capture
+    into a graph at the time.
 
     Page-locked memory moves by DMA. Host memory that is not page-locked is correct too, but slower: the
     driver stages it, and `copy` returns when that is over. Where the driver has it (13.0), all the runs of a
@@ -381,8 +407,7 @@ class CudaMover:
         copy_kernel: used for runs below 1 MiB between memory that the GPU reaches; None: DMA for all.
 
     Raises:
-        ConfigError: ``device`` is no CUDA device.
-        MemoryUnavailableError: no driver answers, or cuda-python is not installed.
+        ConfigError: ``device`` is no CUDA device, no driver answers, or cuda-python is not installed.
         KVPagerError: the device cannot be had.
 
     Sources: CUDA driver API manual, cuMemcpyBatchAsync (it refuses the legacy default stream) and
