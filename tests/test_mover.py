@@ -324,7 +324,7 @@ class TestCudaMover:
         pytest.importorskip("torch")
         with Ends(MIB, 32, extent_bytes=4 * MIB) as ends:
             astride = np.array([ends.arena.base + 4 * MIB - 4096], np.int64)
-            with pytest.raises(KernelError, match="lies across two allocations"):
+            with pytest.raises(KernelError, match="lies across two registrations"):
                 ends.mover.copy(astride, ends.device.addresses(ends.slots[:1]), MIB)
 
     def test_a_batch_with_mixed_ends_is_refused(self) -> None:

@@ -395,8 +395,8 @@ class CudaMover:
 
     A batch begins after what the calling thread's current torch stream was given before, so blocks that
     earlier steps write or still read are safe; call `copy` from the thread that launches those steps. It goes
-    one way: its sources are all on one side, and so are its destinations. That stream must not be under capture
-    into a graph at the time.
+    one way: its sources are all on one side, and so are its destinations. That stream must not be under
+    capture into a graph at the time.
 
     Page-locked memory moves by DMA. Host memory that is not page-locked is correct too, but slower: the
     driver stages it, and `copy` returns when that is over. Where the driver has it (13.0), all the runs of a
@@ -452,7 +452,7 @@ class CudaMover:
         Raises:
             ClosedError: the mover was closed.
             KernelError: the arrays differ in shape, ``nbytes`` is not positive, a batch goes several ways, or
-                a block lies across two allocations.
+                a block lies across two registrations of host memory.
             KVPagerError: the driver refuses a copy.
         """
         _checked(src, dst, nbytes)
@@ -567,14 +567,20 @@ class CudaMover:
                 driver.cuPointerGetAttributes(len(wanted), wanted, address),
                 f"looking address {address:#x} up",
             )
-            sides.add(int(memory) == int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE))
+            device = int(memory) == int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
+            sides.add(device)
             if int(memory) == 0:
                 group[unknown[0]] = 1
                 continue
             start, size = int(start), int(size)
             inside = (addresses >= start) & (addresses < start + size)
-            if not inside[unknown[0]] or (addresses[inside] > start + size - nbytes).any():
-                raise KernelError(f"a block of {nbytes} bytes near {address:#x} lies across two allocations")
+            # Device memory may be mapped from several pieces, across which the driver copies; host memory
+            # that was registered in pieces it refuses.
+            if not device and (addresses[inside] > start + size - nbytes).any():
+                raise KernelError(
+                    f"a block of {nbytes} bytes near {address:#x} lies across two registrations"
+                )
+            inside[unknown[0]] = True
             group[inside] = number
         if len(sides) > 1:
             raise KernelError("one end of a batch is partly in device and partly in host memory")
