@@ -19,9 +19,10 @@ import enum
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Final
@@ -31,7 +32,14 @@ import numpy.typing as npt
 
 from ..tiers.arena import SlotAllocator
 from ..tiers.cold import ColdStatus, ColdTier
-from ..tiers.errors import ClosedError, ConfigError, IntegrityError, LayoutError, StaleHandleError
+from ..tiers.errors import (
+    ClosedError,
+    ConfigError,
+    IntegrityError,
+    LayoutError,
+    MemoryUnavailableError,
+    StaleHandleError,
+)
 from ..tiers.layout import KVLayout
 from ..tiers.mover import HostMover
 from ..tiers.pinned import PinnedArena
@@ -254,9 +262,11 @@ class HostStore:
         self._policy = policy
         self._clean_ahead = clean_ahead
         self._cold_deadline = cold_deadline
+        self._cold_down = False
         self._cold_retry_at = 0.0
         self._changed = threading.Condition(threading.Lock())
-        self._outbox: list[tuple[EventKind, str, bytes, list[bytes]]] = []
+        self._outbox: deque[tuple[EventKind, str, bytes, list[bytes]]] = deque()
+        self._telling = threading.Lock()
         self._spaces: dict[bytes, HostSpace] = {}
         self._mover = HostMover()
         self._clock = 0
@@ -302,8 +312,13 @@ class HostStore:
         """
         end = time.monotonic() + deadline
         while self.cold is not None and time.monotonic() < end:
-            if not sum(space.write_to_cold(flush=True, until=end) for space in self._snapshot()):
-                break
+            if sum(space.write_to_cold(flush=True, until=end) for space in self._snapshot()):
+                continue
+            with self._lock():
+                # What the background thread is writing just now is as good as written.
+                if not any(space._cleaning.any() for space in self._spaces.values()):
+                    break
+                self._changed.wait(max(0.0, end - time.monotonic()))
         with self._lock():
             return sum(space.dirty for space in self._spaces.values())
 
@@ -362,11 +377,24 @@ class HostStore:
     @contextmanager
     def _lock(self) -> Iterator[None]:
         """Hold the lock; at its end, outside of it, tell the listeners what happened."""
-        with self._changed:
-            yield
-            outbox, self._outbox = self._outbox, []
-        for kind, tier, space, hashes in outbox:
-            self.events.emit(kind, tier, space, hashes)
+        try:
+            with self._changed:
+                yield
+        finally:
+            if self._outbox:
+                self._tell()
+
+    def _tell(self) -> None:
+        """Tell the listeners what happened, in the order in which it did. Called without the lock.
+
+        One thread tells at a time, also what others add meanwhile: who comes second leaves it to the first.
+        """
+        while self._outbox and self._telling.acquire(blocking=False):
+            try:
+                while self._outbox:
+                    self.events.emit(*self._outbox.popleft())
+            finally:
+                self._telling.release()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -377,8 +405,12 @@ class HostStore:
         return self._clock
 
     def _cold_takes(self) -> bool:
-        """Whether a victim without a copy below should wait for one."""
-        return self.cold is not None and time.monotonic() >= self._cold_retry_at
+        """Whether a victim without a copy below should wait for one.
+
+        Not from the first batch that the tier did not take until it takes one again: nobody waits for a tier
+        that is being tried anew.
+        """
+        return self.cold is not None and not self._cold_down
 
     def _reclaim_extent(self, asking: HostSpace) -> bool:
         """Move the longest unused extent of the largest space to `asking`, if that has less than a share."""
@@ -386,8 +418,8 @@ class HostStore:
         donors = [space for space in self._spaces.values() if space is not asking and space.extents]
         if not donors or len(asking.extents) >= max(1, share):
             return False
-        donor = max(donors, key=lambda space: len(space.extents))
-        return donor._yield_extent()
+        donors.sort(key=lambda space: len(space.extents), reverse=True)
+        return any(donor._yield_extent() for donor in donors)
 
     def _snapshot(self) -> list[HostSpace]:
         """The spaces. Takes the lock."""
@@ -402,14 +434,15 @@ class HostStore:
                     self._changed.wait(_CLEAN_POLL_SECONDS)
                 if self._closed:
                     return
-            wrote = self._cold_takes() and sum(space.write_to_cold() for space in self._snapshot()) > 0
-            if not wrote:
+            due = time.monotonic() >= self._cold_retry_at
+            if not due or not sum(space.write_to_cold() for space in self._snapshot()):
                 # Looking costs a pass over the coldest blocks: not after every single change.
                 time.sleep(_CLEAN_PAUSE_SECONDS)
 
     def _cold_answered(self, status: npt.NDArray[np.uint8]) -> None:
         """Stop asking a tier that did not take one record of a batch; ask again after a while."""
-        if len(status) and not (status == ColdStatus.OK).any():
+        self._cold_down = not (status == ColdStatus.OK).any()
+        if self._cold_down:
             self._cold_retry_at = time.monotonic() + _COLD_RETRY_SECONDS
 
 
@@ -443,6 +476,8 @@ class HostSpace:
         self._cleaning = np.zeros(capacity, dtype=np.bool_)
         self._used_at = np.zeros(capacity, dtype=np.int64)
         self._hashes = np.zeros(capacity, dtype=f"V{HASH_BYTES}")
+        self._short = 0
+        """Slots that the last reservation did not get."""
 
     # Where slots are
 
@@ -518,33 +553,32 @@ class HostSpace:
                 raise ConfigError("match", "wants hashes, or tokens and the root of their chain")
             hashes = hash_blocks(tokens, self.layout.block_size, chain)
         store = self.store
-        lease = self._lease_resident(hashes)
-        slots = lease.slots
-        store.stats.matched += len(slots)
-        store.stats.missed += len(hashes) - len(slots)
-        if cold_deadline is not None and store.cold is not None and len(slots) < len(hashes):
-            there = store.cold.contains(self.id, hashes[len(slots) :], cold_deadline)
+        lease = self._lease_resident(hashes, count=True)
+        if cold_deadline is not None and store.cold is not None and len(lease) < len(hashes):
+            there = store.cold.contains(self.id, hashes[len(lease) :], cold_deadline)
             lease.cold = len(there) if there.all() else int(there.argmin())
         return lease
 
-    def _lease_resident(self, hashes: Sequence[bytes]) -> Lease:
-        """Lease the leading resident blocks. Takes the lock."""
+    def _lease_resident(self, hashes: Sequence[bytes], *, count: bool = False) -> Lease:
+        """Lease the leading resident blocks; with `count`, as hits and misses. Takes the lock."""
         with self.store._lock():
             self.store._check_open()
             slots = self._resident(hashes)
             self._take_leases(slots)
+            if count:
+                self.store.stats.matched += len(slots)
+                self.store.stats.missed += len(hashes) - len(slots)
             return Lease(self, slots, self._generations[slots])
 
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
-        """Lease remembered slots; bool [n], False where a slot was granted to another block since.
+        """Lease remembered slots, each once.
 
-        A slot may appear once.
+        Returns:
+            bool [n], False where a slot was granted to another block since, or was named before.
         """
         with self.store._lock():
             self.store._check_open()
-            good: npt.NDArray[np.bool_] = (self._generations[slots] == generations) & (
-                self._state[slots] == _COMMITTED
-            )
+            good = self._valid(slots, generations, _COMMITTED)
             self._take_leases(slots[good])
             return good
 
@@ -555,7 +589,8 @@ class HostSpace:
             StaleHandleError: a slot is not leased under this generation; the others are released.
         """
         with self.store._lock():
-            good = (self._generations[slots] == generations) & (self._leases[slots] > 0)
+            good = self._valid(slots, generations, _COMMITTED)
+            good &= self._leases[slots] > self._pins[slots]
             self._drop_leases(slots if good.all() else slots[good])
             if not good.all():
                 self._refuse("release", slots[~good])
@@ -568,7 +603,12 @@ class HostSpace:
         Args:
             hashes: the blocks' names; a name twice is PENDING the second time.
             wait: seconds to wait for room that the background writer is making.
+
+        Raises:
+            ConfigError: a hash has another length than 16 bytes.
         """
+        if not set(map(len, hashes)) <= {HASH_BYTES}:
+            raise ConfigError("hashes", f"must be {HASH_BYTES} bytes each")
         end = time.monotonic() + wait
         store = self.store
         with store._lock():
@@ -580,18 +620,20 @@ class HostSpace:
                 self._take_leases(present)
                 granted = self._take_slots(len(wanted))
                 self._drop_leases(present)
+                self._short = len(wanted) - len(granted)
                 left = end - time.monotonic()
                 if len(granted) == len(wanted) or left <= 0 or not self._room_may_come():
                     break
                 self._slots.free(granted)
+                store._changed.notify_all()
                 store._changed.wait(min(left, 0.02))
                 store._check_open()
             chosen = wanted[: len(granted)]
+            names = [hashes[at] for at in chosen.tolist()]
             status[chosen] = ReserveStatus.NEW
             slots[chosen] = granted
             self._state[granted] = _RESERVED
             self._generations[granted] += 1
-            names = [hashes[at] for at in chosen.tolist()]
             self._pending.update(zip(names, granted.tolist(), strict=True))
             if names:
                 self._hashes[granted] = np.frombuffer(b"".join(names), dtype=f"V{HASH_BYTES}")
@@ -606,7 +648,7 @@ class HostSpace:
             StaleHandleError: a slot is not reserved under this generation; the others are committed.
         """
         with self.store._lock():
-            good = (self._generations[slots] == generations) & (self._state[slots] == _RESERVED)
+            good = self._valid(slots, generations, _RESERVED)
             mine = slots[good]
             names = self._names(mine)
             for name, slot in zip(names, mine.tolist(), strict=True):
@@ -631,7 +673,7 @@ class HostSpace:
         if not len(slots):
             return
         with self.store._lock():
-            good = (self._generations[slots] == generations) & (self._state[slots] == _RESERVED)
+            good = self._valid(slots, generations, _RESERVED)
             mine = slots[good]
             for name in self._names(mine):
                 del self._pending[name]
@@ -700,8 +742,9 @@ class HostSpace:
     def unpin(self, hashes: Sequence[bytes]) -> int:
         """End a pin; returns how many of the blocks were pinned."""
         with self.store._lock():
-            found = np.array([self._index[h] for h in hashes if h in self._index], dtype=np.int32)
-            slots = found[self._pins[found] > 0]
+            found = {self._index[name] for name in hashes if name in self._index}
+            slots = np.array(sorted(found), dtype=np.int32)
+            slots = slots[self._pins[slots] > 0]
             self._pins[slots] -= 1
             self._drop_leases(slots)
             return len(slots)
@@ -728,11 +771,13 @@ class HostSpace:
     def start_load(self, hashes: Sequence[bytes]) -> ColdLoad:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
         load = ColdLoad()
-        loaders = self.store._loaders
-        if loaders is None or self._all_resident(hashes):
-            load._finished.set()
-        else:
-            loaders.submit(self._load, list(hashes), load)
+        store = self.store
+        with store._lock():
+            store._check_open()
+            if store._loaders is None or len(self._resident(hashes)) == len(hashes):
+                load._finished.set()
+            else:
+                store._loaders.submit(self._load, list(hashes), load)
         return load
 
     def _load(self, hashes: list[bytes], load: ColdLoad) -> None:
@@ -740,7 +785,8 @@ class HostSpace:
         store = self.store
         end = time.monotonic() + store._cold_deadline
         try:
-            with self._lease_resident(hashes) as lease:
+            with ExitStack() as leases:
+                lease = leases.enter_context(self._lease_resident(hashes))
                 missing = hashes[len(lease) :]
                 if store.cold is None or not missing:
                     return
@@ -751,7 +797,9 @@ class HostSpace:
                     batch = missing[first : first + stride]
                     load.loaded += self._load_batch(store.cold, batch)
                     self._wait_for_writers(batch, end)
-                    if store._closed or not self._all_resident(batch):
+                    # What came first must not make room for what comes last.
+                    lease = leases.enter_context(self._lease_resident(batch))
+                    if len(lease) < len(batch):
                         return
         except ClosedError:
             return
@@ -763,7 +811,7 @@ class HostSpace:
     def _load_batch(self, cold: ColdTier, hashes: list[bytes]) -> int:
         """Read blocks that are neither resident nor on their way; returns how many arrived."""
         store = self.store
-        with self.reserve(hashes) as reservation:
+        with self.reserve(hashes, wait=store._cold_deadline) as reservation:
             new = reservation.new
             names = [hashes[at] for at in new.tolist()]
             views = [self.view(slot) for slot in reservation.slots[new].tolist()]
@@ -788,10 +836,6 @@ class HostSpace:
                     return
                 self.store._changed.wait(left)
 
-    def _all_resident(self, hashes: Sequence[bytes]) -> bool:
-        with self.store._lock():
-            return len(self._resident(hashes)) == len(hashes)
-
     def write_to_cold(self, *, flush: bool = False, until: float | None = None) -> int:
         """Copy one batch of blocks to the cold tier: those about to be evicted, or any when flushing.
 
@@ -805,7 +849,9 @@ class HostSpace:
         with store._lock():
             if flush:
                 dirty = np.flatnonzero((self._state == _COMMITTED) & ~self._in_cold & ~self._cleaning)
-                slots = dirty[np.argsort(-self._used_at[dirty], kind="stable")][:limit].astype(np.int32)
+                if len(dirty) > limit:
+                    dirty = dirty[np.argpartition(-self._used_at[dirty], limit)[:limit]]
+                slots = dirty.astype(np.int32)
             else:
                 slots = self._to_clean()[:limit]
             if not len(slots):
@@ -862,7 +908,20 @@ class HostSpace:
             if slot is None:
                 break
             found.append(slot)
+        if len(set(found)) < len(found):
+            raise ConfigError("hashes", "a hash is named twice; a prefix names each of its blocks once")
         return np.array(found, dtype=np.int32)
+
+    def _valid(self, slots: Ids, generations: Generations, state: int) -> npt.NDArray[np.bool_]:
+        """Which handles are of slots in `state` that were not granted again since, each told once."""
+        good: npt.NDArray[np.bool_] = (self._generations[slots] == generations) & (
+            self._state[slots] == state
+        )
+        if len(set(slots.tolist())) < len(slots):
+            first = np.zeros(len(slots), dtype=np.bool_)
+            first[np.unique(np.where(good, slots, -1), return_index=True)[1]] = True
+            good &= first
+        return good
 
     def _names(self, slots: Ids) -> list[bytes]:
         names: list[bytes] = self._hashes[slots].tolist()
@@ -919,9 +978,12 @@ class HostSpace:
 
     def _room_may_come(self) -> bool:
         """Whether waiting may help: the arena is growing, or blocks are being copied below."""
-        arena = self.store.arena
-        growing = arena.ready_extents < arena.num_extents
-        return growing or (self.store._cold_takes() and len(self._policy) > 0)
+        if self.store._cold_takes() and len(self._policy) > 0:
+            return True
+        try:
+            return not self.store.arena.wait_ready(self.store.arena.num_extents, timeout=0.0)
+        except MemoryUnavailableError:
+            return False
 
     def _evict_clean(self, count: int) -> int:
         """Evict up to `count` blocks that lose nothing: copied below, or with nothing below to copy to."""
@@ -975,13 +1037,17 @@ class HostSpace:
         return True
 
     def _ahead(self) -> int:
-        """How many of the coldest blocks need a copy below: those that the clean share does not have free."""
+        """How many of the coldest blocks need a copy below.
+
+        Those that the clean share does not have free, and as many as were asked for in vain: a share of a
+        few slots may come to none.
+        """
         arena = self.store.arena
         owned = len(self.extents)
         unassigned = arena.num_extents - sum(len(s.extents) for s in self.store._spaces.values())
         slots = (owned + unassigned) * self.slots_per_extent
         free = self._slots.free_count + unassigned * self.slots_per_extent
-        return max(0, int(slots * self.store._clean_ahead) - free)
+        return max(int(slots * self.store._clean_ahead) - free, self._short)
 
     def _to_clean(self) -> Ids:
         ahead = self._ahead()
