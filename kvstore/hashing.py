@@ -35,6 +35,7 @@ __all__ = [
     "hash_partial",
     "link",
     "pack_blocks",
+    "pack_keys",
     "space_id",
 ]
 
@@ -128,7 +129,7 @@ def hash_blocks(
     if extra_keys:
         for index, keys in extra_keys.items():
             if index < count:
-                messages[index] += _pack_keys(keys)
+                messages[index] += pack_keys(keys)
     # Copying an empty state and updating it is a third faster than constructing one per block.
     fresh = _EMPTY.copy
     hashes = []
@@ -164,9 +165,10 @@ def link(parent: bytes, message: bytes) -> bytes:
 def hash_partial(tokens: Tokens, parent: bytes, extra_keys: Sequence[bytes] = ()) -> bytes:
     """The hash of one block, full or partly filled, that follows `parent`."""
     tokens = as_tokens(tokens)
-    message = len(tokens).to_bytes(4, "little") + tokens.tobytes() + _pack_keys(extra_keys)
+    message = len(tokens).to_bytes(4, "little") + tokens.tobytes() + pack_keys(extra_keys)
     return link(parent, message)
 
 
-def _pack_keys(keys: Sequence[bytes]) -> bytes:
+def pack_keys(keys: Sequence[bytes]) -> bytes:
+    """What follows a block's tokens in its hash."""
     return b"".join(len(key).to_bytes(4, "little") + key for key in keys)

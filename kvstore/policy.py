@@ -57,7 +57,8 @@ class LRUPolicy:
 
     Insertions are appended to a log; `_place[id]` is where the id's valid entry stands, plus one. Entries
     that were superseded stay in the log until the head passes them or the log is compacted, so every
-    operation is a few array operations whatever the batch, O(1) per id amortised.
+    operation is a few array operations whatever the batch, O(1) per id amortised. A look at the coldest
+    entries moves them together, so that what was superseded between them is passed once.
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -91,7 +92,11 @@ class LRUPolicy:
         self._place[ids] = 0
 
     def coldest(self, count: int) -> Ids:
-        return self._scan(count)[0]
+        ids, stop = self._scan(count)
+        self._head = stop - len(ids)
+        self._log[self._head : stop] = ids
+        self._place[ids] = np.arange(self._head + 1, stop + 1)
+        return ids
 
     def evict(self, count: int) -> Ids:
         ids, self._head = self._scan(count)
@@ -101,16 +106,20 @@ class LRUPolicy:
 
     def _scan(self, count: int) -> tuple[Ids, int]:
         """The first `count` valid entries from the head, and the position after the last of them."""
-        count = min(count, self._count)
+        left = min(count, self._count)
         found: list[Ids] = []
         at = self._head
-        while count > 0:
-            stop = min(self._tail, at + max(64, 2 * count))
+        span = max(64, 2 * left)
+        while left > 0:
+            stop = min(self._tail, at + span)
+            if stop == at:
+                raise IntegrityError(f"lru: {self._count} counted, {left} of them are not in the log")
             entries = self._log[at:stop]
-            valid = np.flatnonzero(self._place[entries] == np.arange(at + 1, stop + 1))[:count]
+            valid = np.flatnonzero(self._place[entries] == np.arange(at + 1, stop + 1))[:left]
             found.append(entries[valid])
-            count -= len(valid)
-            at = at + int(valid[-1]) + 1 if count == 0 else stop
+            left -= len(valid)
+            at = at + int(valid[-1]) + 1 if left == 0 else stop
+            span *= 2
         return (np.concatenate(found) if found else np.empty(0, np.int32)), at
 
     def _compact(self, room: int) -> None:

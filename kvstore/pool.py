@@ -91,26 +91,24 @@ class BlockPool:
                 raise CapacityError(
                     f"{count} blocks wanted in the device tier, {self.available} of {self.capacity} available"
                 )
-            self.evict(missing)
+            self.evict(self._policy.coldest(missing))
         ids: Ids = self._slots.allocate(count)
         self.refs[ids] = 1
         self.host_generations[ids] = 0
         return ids
 
-    def evict(self, count: int) -> int:
-        """Free up to `count` cached blocks, coldest first; returns how many."""
-        victims = self._policy.evict(count)
-        if len(victims):
-            gone = []
-            for block in victims.tolist():
-                name = self._hashes[block]
-                if name is not None:
-                    del self.index[name]
-                    self._hashes[block] = None
-                    gone.append(name)
-            self._free(victims)
-            self._on_evict(gone)
-        return len(victims)
+    def evict(self, victims: Ids) -> None:
+        """Free cached blocks."""
+        self._policy.remove(victims)
+        gone = []
+        for block in victims.tolist():
+            name = self._hashes[block]
+            if name is not None:
+                del self.index[name]
+                self._hashes[block] = None
+                gone.append(name)
+        self._free(victims)
+        self._on_evict(gone)
 
     def match(self, hashes: Sequence[bytes], start: int = 0) -> Ids:
         """Ids of the leading blocks of ``hashes[start:]`` that are in the index. Takes no hold of them."""

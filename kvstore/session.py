@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import RecordError
-from .hashing import HASH_BYTES, as_tokens, hash_blocks, hash_partial
+from .hashing import HASH_BYTES, ExtraKeys, as_tokens, hash_blocks, hash_partial
 from .policy import Ids
 
 __all__ = ["SessionRecord", "SleepingSequence"]
@@ -26,6 +26,7 @@ class SleepingSequence:
         hashes: prefix hashes of its full blocks.
         length: tokens whose KV was computed.
         tail: int32 [length % block_size], the tokens after the last full block.
+        extra_keys: by block index, what its blocks depend on beside tokens.
         partial: the hash under which the partly filled last block was kept; None where there is none.
         device_blocks: int32, where the leading blocks lay in the device tier, and
         device_generations: int64, their generations there. Hints: blocks may have gone since.
@@ -37,6 +38,7 @@ class SleepingSequence:
     hashes: tuple[bytes, ...]
     length: int
     tail: npt.NDArray[np.int32]
+    extra_keys: ExtraKeys
     partial: bytes | None
     device_blocks: Ids
     device_generations: npt.NDArray[np.int64]
@@ -52,16 +54,19 @@ class SessionRecord:
         root: the root of its chain.
         length: tokens whose KV was computed.
         tokens: int32 [at least length], the whole conversation so far.
+        extra_keys: by block index, what its blocks depend on beside tokens.
     """
 
     root: bytes
     length: int
     tokens: npt.NDArray[np.int32]
+    extra_keys: ExtraKeys = field(default_factory=dict)
 
     def pack(self) -> bytes:
         """The record as bytes (msgpack)."""
+        keys = [[at, *keys] for at, keys in self.extra_keys.items()]
         packed: bytes = msgpack.packb(
-            [_VERSION, self.root, self.length, as_tokens(self.tokens).tobytes()], use_bin_type=True
+            [_VERSION, self.root, self.length, as_tokens(self.tokens).tobytes(), keys], use_bin_type=True
         )
         return packed
 
@@ -73,7 +78,8 @@ class SessionRecord:
             RecordError: `data` is no session record of this version.
         """
         try:
-            version, root, length, tokens = msgpack.unpackb(data, raw=False)
+            version, root, length, tokens, keys = msgpack.unpackb(data, raw=False)
+            extra_keys = {int(at): tuple(map(bytes, of_block)) for at, *of_block in keys}
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise RecordError(f"not a session record: {error}") from error
         whole = (
@@ -87,21 +93,23 @@ class SessionRecord:
         )
         if not whole:
             raise RecordError(f"not a session record of version {_VERSION}")
-        return cls(root, length, np.frombuffer(tokens, dtype="<i4"))
+        return cls(root, length, np.frombuffer(tokens, dtype="<i4"), extra_keys)
 
     def sleeping(self, block_size: int) -> SleepingSequence:
         """The sequence to wake, with no hint of where its blocks lie."""
         full = self.length // block_size * block_size
-        hashes = hash_blocks(self.tokens[:full], block_size, self.root)
+        hashes = hash_blocks(self.tokens[:full], block_size, self.root, self.extra_keys)
         tail = self.tokens[full : self.length]
         last = hashes[-1] if hashes else self.root
+        keys = self.extra_keys.get(len(hashes), ())
         none = np.empty(0, dtype=np.int64)
         return SleepingSequence(
             root=self.root,
             hashes=tuple(hashes),
             length=self.length,
             tail=tail,
-            partial=hash_partial(tail, last) if len(tail) else None,
+            extra_keys=self.extra_keys,
+            partial=hash_partial(tail, last, keys) if len(tail) else None,
             device_blocks=none.astype(np.int32),
             device_generations=none,
             host_slots=none.astype(np.int32),

@@ -10,7 +10,9 @@ done: leases that ended are given back then, copies that are done take effect, a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Final
@@ -23,15 +25,25 @@ from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.layout import KVLayout
 from ..tiers.mover import CudaMover, HostMover, Mover, Transfer
 from .events import EventKind, EventStream, Listener
-from .hashing import ExtraKeys, Tokens, as_tokens, hash_blocks, hash_partial, link, pack_blocks, space_id
+from .hashing import (
+    ExtraKeys,
+    Tokens,
+    as_tokens,
+    hash_blocks,
+    hash_partial,
+    link,
+    pack_blocks,
+    pack_keys,
+    space_id,
+)
 from .host import ColdLoad, HostSpace, HostStore
 from .policy import Ids, make_policy
 from .pool import BlockPool
 from .session import SessionRecord, SleepingSequence
-from .tables import FAR, BlockTable, Words
-from .writeback import WriteBack
+from .tables import FAR, TAG_MASK, BlockTable, Words
+from .writeback import WriteBack, is_over
 
-__all__ = ["Opened", "StoreStats", "TieredStore"]
+__all__ = ["Opened", "Sharing", "StoreStats", "TieredStore"]
 
 # How long making room in the device tier may wait for room in host memory, before KV is dropped.
 _ROOM_SECONDS: Final = 2.0
@@ -54,6 +66,19 @@ class Opened:
     device: int
     host: int
     cold: int
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Words in the block tables, and how many different blocks they name."""
+
+    words: int
+    blocks: int
+
+    @property
+    def saved_blocks(self) -> int:
+        """Blocks that there would be more without sharing."""
+        return self.words - self.blocks
 
 
 @dataclass
@@ -105,7 +130,7 @@ class _Found:
     cold: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Promotion:
     """Far blocks on their way to the device tier."""
 
@@ -172,6 +197,7 @@ class TieredStore:
         """int64 [max_sequences]: tokens of each row whose KV is there. Read only."""
         self._roots: list[bytes] = [root] * max_sequences
         self._hashes: list[list[bytes]] = [[] for _ in range(max_sequences)]
+        self._extra_keys: list[ExtraKeys] = [{}] * max_sequences
         self._tails = np.zeros((max_sequences, layout.block_size), dtype=np.int32)
         self._shared_tail = np.zeros(max_sequences, dtype=np.bool_)
         """The row's last, partly filled block must become its own before it is written."""
@@ -217,7 +243,12 @@ class TieredStore:
         row = self.table.take_row()
         self._roots[row] = root
         self._hashes[row] = wanted.hashes
-        opened = self._attach(row, 0, 0, wanted.usable, wanted.partial, cold_deadline)
+        self._extra_keys[row] = extra_keys or {}
+        try:
+            opened = self._attach(row, 0, 0, wanted.usable, wanted.partial, cold_deadline)
+        except BaseException:
+            self.close_row(row)
+            raise
         filled = opened.length % self.layout.block_size
         self._tails[row, :filled] = tokens[opened.length - filled : opened.length]
         return opened
@@ -288,6 +319,7 @@ class TieredStore:
         self.lengths[other] = length
         self._roots[other] = self._roots[row]
         self._hashes[other] = list(self._hashes[row])
+        self._extra_keys[other] = self._extra_keys[row]
         self._tails[other] = self._tails[row]
         if length % self.layout.block_size:
             self._shared_tail[[row, other]] = True
@@ -302,6 +334,7 @@ class TieredStore:
         self._shared_tail[row] = False
         self.lengths[row] = 0
         self._hashes[row] = []
+        self._extra_keys[row] = {}
         self.table.give_row(row)
 
     def sleep(self, row: int) -> SleepingSequence:
@@ -333,6 +366,7 @@ class TieredStore:
             hashes=tuple(self._hashes[row][:full]),
             length=length,
             tail=self._tails[row, : length % size].copy(),
+            extra_keys=self._extra_keys[row],
             partial=self._keep_partial(row, length),
             device_blocks=device_blocks,
             device_generations=device_generations,
@@ -360,9 +394,14 @@ class TieredStore:
         row = self.table.take_row()
         self._roots[row] = sleeping.root
         self._hashes[row] = list(sleeping.hashes)
+        self._extra_keys[row] = sleeping.extra_keys
         self._tails[row, : len(sleeping.tail)] = sleeping.tail
-        count, device = self._reattach(row, sleeping)
-        opened = self._attach(row, count, device, sleeping.hashes, _partial_of(sleeping), cold_deadline)
+        try:
+            count, device = self._reattach(row, sleeping)
+            opened = self._attach(row, count, device, sleeping.hashes, _partial_of(sleeping), cold_deadline)
+        except BaseException:
+            self.close_row(row)
+            raise
         self.stats.woken += 1
         return opened
 
@@ -392,9 +431,10 @@ class TieredStore:
             counts: int64 [n], or one number for all.
 
         Raises:
-            CapacityError: the device tier has no room; no row was given any.
+            CapacityError: the device tier has no room; no row was given any, though shared tails may have
+                become private.
         """
-        if self._shared_tail.any():
+        if self._shared_tail[rows].any():
             self._own_tails(rows[self._shared_tail[rows]])
         wanted = -(-(self.lengths[rows] + counts) // self.layout.block_size) - self.table.counts[rows]
         growing = np.flatnonzero(wanted > 0)
@@ -427,7 +467,9 @@ class TieredStore:
             hashes = self._hashes[row]
             if stop > len(hashes):
                 unnamed = pending[(len(hashes) - first) * size : (stop - first) * size]
-                hashes += hash_blocks(unnamed, size, hashes[-1] if hashes else self._roots[row])
+                known = len(hashes)
+                keys = {at - known: keys for at, keys in self._extra_keys[row].items() if at >= known}
+                hashes += hash_blocks(unnamed, size, hashes[-1] if hashes else self._roots[row], keys)
             blocks = np.arange(first, stop, dtype=np.int64)
             self._publish(np.full(len(blocks), row, dtype=np.int64), blocks)
             self._tails[row, : after % size] = pending[(stop - first) * size :]
@@ -487,14 +529,17 @@ class TieredStore:
         names = [self._hashes[row][column] for column in columns.tolist()]
         slots = self.host.slots_at(words[columns])
         blocks = self._allocate(len(slots))
+        try:
+            transfer = self._mover.copy(
+                self.host.addresses(slots), self.arena.addresses(blocks), self.layout.block_bytes
+            )
+        except BaseException:
+            self.pool.drop(blocks)
+            raise
         self._far_refs[slots] += 1
         self._promoting[slots] = True
-        transfer = self._mover.copy(
-            self.host.addresses(slots), self.arena.addresses(blocks), self.layout.block_bytes
-        )
         self._promotions.append(_Promotion(transfer, blocks, slots, self._far_generations[slots], names))
-        if transfer.done():
-            self._finish_promotions()
+        self._finish_promotions()
         return len(slots)
 
     def far_blocks(self, row: int) -> int:
@@ -517,6 +562,7 @@ class TieredStore:
         columns = np.flatnonzero((words & FAR) == 0)
         blocks = self.arena.slots_at(words[columns])
         mine = (self.pool.refs[blocks] == 1) & (self.pool.host_generations[blocks] > 0)
+        mine[mine] = self.host.readable_in_place(self.pool.host_slots[blocks[mine]])
         columns, blocks = columns[mine][:count], blocks[mine][:count]
         slots, generations = self.pool.host_slots[blocks], self.pool.host_generations[blocks]
         there = self.host.lease(slots, generations)
@@ -527,6 +573,25 @@ class TieredStore:
         self.pool.drop(blocks)
         self.stats.spilled += len(blocks)
         return len(blocks)
+
+    def evict(self, count: int) -> int:
+        """Let go of up to `count` device blocks that nobody holds, coldest first, copied below before.
+
+        Returns:
+            how many went.
+        """
+        victims = self.pool.coldest(count)
+        self._save(victims)
+        self.pool.evict(victims)
+        return len(victims)
+
+    def sharing(self) -> Sharing:
+        """How much of what the block tables hold is held by several rows."""
+        rows = self.table.rows_in_use
+        if not len(rows):
+            return Sharing(0, 0)
+        words = np.concatenate([self.table.row(row) for row in rows.tolist()])
+        return Sharing(len(words), len(np.unique(words)))
 
     def flush(self) -> None:
         """Wait until every full block has its copy in host memory, as far as there is room."""
@@ -547,23 +612,25 @@ class TieredStore:
         """
         if self.host is None:
             return False
-        record = SessionRecord(sleeping.root, sleeping.length, as_tokens(tokens))
-        return self.host.put_note(self._session_key(name), record.pack())
+        record = SessionRecord(sleeping.root, sleeping.length, as_tokens(tokens), sleeping.extra_keys)
+        return self.host.put_note(_session_key(sleeping.root, name), record.pack())
 
-    def find_session(self, name: str) -> SessionRecord | None:
-        """The record of a session that was saved under the store's root and space, or None.
+    def find_session(self, name: str, *, root: bytes | None = None) -> SessionRecord | None:
+        """The record of a session that was saved in this space, or None.
+
+        Args:
+            name: the caller's id of the session.
+            root: the root of its chain; None for the store's.
 
         Raises:
             RecordError: there is a record, of another version.
         """
-        data = self.host.get_note(self._session_key(name)) if self.host is not None else None
+        root = self.root if root is None else root
+        data = self.host.get_note(_session_key(root, name)) if self.host is not None else None
         if data is None:
             return None
         record = SessionRecord.unpack(data)
-        return record if record.root == self.root else None
-
-    def _session_key(self, name: str) -> bytes:
-        return b"session:" + self.root + name.encode()
+        return record if record.root == root else None
 
     # The rest
 
@@ -573,15 +640,20 @@ class TieredStore:
 
     def close(self) -> None:
         """Finish copies under way and give the device memory back. The host store is not closed."""
-        self.flush()
+        with ExitStack() as rest:
+            rest.callback(self.arena.close)
+            rest.callback(self._mover.close)
+            rest.callback(self._let_go)
+            self.flush()
+
+    def _let_go(self) -> None:
+        """End promotions, rows and leases."""
         for promotion in self._promotions:
             promotion.transfer.wait()
         self._finish_promotions()
         for row in self.table.rows_in_use.tolist():
             self.close_row(row)
         self._release_ended()
-        self._mover.close()
-        self.arena.close()
 
     def check_integrity(self) -> None:
         """Prove that tables, references, leases and index agree.
@@ -667,8 +739,9 @@ class TieredStore:
     ) -> int:
         """Attach ``names[count:]`` as far as they are found, near ones first; returns the new count.
 
-        The cold tier is asked once, when nothing more is found above it.
+        The cold tier is asked when nothing more is found above it, until `cold_deadline` is over.
         """
+        end = time.monotonic() + cold_deadline
         while count < len(names):
             near = self.pool.match(names, count)
             if len(near):
@@ -679,10 +752,11 @@ class TieredStore:
                 continue
             far = self._attach_far(row, count, names[count:], 0.0)
             found.host += far
-            if not far and cold_deadline > 0:
-                far = self._attach_far(row, count, names[count:], cold_deadline)
+            if not far and cold_deadline > 0 and (left := end - time.monotonic()) > 0:
+                # Not further than to what is near: that may be on its way to host memory by this very thread.
+                stop = next((at for at in range(count, len(names)) if names[at] in self.pool.index), None)
+                far = self._attach_far(row, count, names[count:stop], left)
                 found.cold += far
-                cold_deadline = 0.0
             if not far:
                 break
             count += far
@@ -694,10 +768,15 @@ class TieredStore:
             return 0
         lease = self.host.load(names, cold_deadline) if cold_deadline > 0 else self.host.match(names)
         self._hold_far(lease.slots, lease.generations)
-        return self._write_far(row, column, lease.slots)
+        written = 0
+        try:
+            written = self._write_far(row, column, lease.slots)
+        finally:
+            self._end_far(lease.slots[written:])
+        return written
 
     def _write_far(self, row: int, column: int, slots: Ids) -> int:
-        """Write words of leased slots; returns how many.
+        """Write words of slots that the row holds; returns how many. The rest are left to the caller.
 
         Blocks that the device cannot read in place yet are copied to it, as far as it has room.
         """
@@ -709,13 +788,16 @@ class TieredStore:
             room = self.pool.available
             if len(unreadable) > room:
                 stop = int(unreadable[room])
-                self._end_far(slots[stop:])
                 slots, far = slots[:stop], far[:stop]
         words = self.host.addresses(slots) | FAR
         moving = slots[~far]
         if len(moving):
             blocks = self._allocate(len(moving))
-            self._copy(self.host.addresses(moving), self.arena.addresses(blocks))
+            try:
+                self._copy(self.host.addresses(moving), self.arena.addresses(blocks))
+            except BaseException:
+                self.pool.drop(blocks)
+                raise
             words[~far] = self.arena.addresses(blocks)
             self._end_far(moving)
         self.table.set(row, column, words)
@@ -749,16 +831,18 @@ class TieredStore:
         written = 0
         # Runs of near and far words in turn; there is one run, most of the time.
         edges = (np.flatnonzero(np.diff(near)) + 1).tolist()
-        for first, last in pairwise([0, *edges, stop]):
-            if near[first]:
-                self.table.set(row, first, self.arena.addresses(blocks[first:last]))
-                written = last
-            else:
-                written += self._write_far(row, first, sleeping.host_slots[first:last])
+        try:
+            for first, last in pairwise([0, *edges, stop]):
+                if near[first]:
+                    self.table.set(row, first, self.arena.addresses(blocks[first:last]))
+                    written = last
+                else:
+                    written += self._write_far(row, first, sleeping.host_slots[first:last])
                 if written < last:
-                    self.pool.drop(blocks[last:stop][near[last:]])
-                    self._end_far(sleeping.host_slots[last:stop][~near[last:]])
                     break
+        finally:
+            self.pool.drop(blocks[written:stop][near[written:]])
+            self._end_far(sleeping.host_slots[written:stop][~near[written:]])
         return written, int(np.count_nonzero(near[:written]))
 
     def _split(self, words: Words) -> tuple[Ids, Ids]:
@@ -774,15 +858,31 @@ class TieredStore:
         Raises:
             CapacityError: fewer are available.
         """
+        missing = count - self.pool.free
+        if 0 < missing <= self.pool.cached:
+            victims = self.pool.coldest(missing)
+            self._save(victims)
+            self.pool.evict(victims)
+        return self.pool.allocate(count)
+
+    def _save(self, victims: Ids) -> None:
+        """See that cached blocks have a copy in host memory, as far as there is room, and count the others.
+
+        A copy that was made once may have been evicted below since: a block that is read in the device tier
+        all the time looks cold there.
+        """
         pool = self.pool
-        missing = count - pool.free
-        if missing > 0 and missing <= pool.cached:
-            victims = pool.coldest(missing)
-            if self._write_back is not None and not pool.host_generations[victims].all():
+        if self.host is not None and self._write_back is not None:
+            known = victims[pool.host_generations[victims] > 0]
+            slots, generations = pool.host_slots[known], pool.host_generations[known]
+            there = self.host.lease(slots, generations)
+            self.host.release(slots[there], generations[there])
+            pool.host_generations[known[~there]] = 0
+            lacking = victims[pool.host_generations[victims] == 0]
+            if len(lacking):
+                self._write_back.add(lacking)
                 self._write_back.flush(wait=_ROOM_SECONDS)
-                victims = pool.coldest(missing)
-            self.stats.dropped += int(np.count_nonzero(pool.host_generations[victims] == 0))
-        return pool.allocate(count)
+        self.stats.dropped += int(np.count_nonzero(pool.host_generations[victims] == 0))
 
     def _copy(self, source: Words, target: Words) -> None:
         transfer = self._mover.copy(source, target, self.layout.block_bytes)
@@ -791,24 +891,41 @@ class TieredStore:
             raise transfer.error
 
     def _own_tails(self, rows: npt.NDArray[np.int64]) -> None:
-        """Make the partly filled last block of each row its own, copying where others hold it."""
+        """Make the partly filled last block of each row its own, copying where others hold it.
+
+        Raises:
+            CapacityError: there is no room for the copies; nothing was changed.
+        """
         columns = self.lengths[rows] // self.layout.block_size
-        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-            word = int(self.table.words[row, column])
-            near, slots = self._split(np.array([word], dtype=np.int64))
-            if len(near) and self.pool.refs[near[0]] == 1:
-                self.pool.withdraw(int(near[0]))
-            else:
-                mine = self.arena.addresses(self._allocate(1))
-                self._copy(np.array([word & ~FAR], dtype=np.int64), mine)
-                self.table.set(row, column, mine)
-                if len(near):
-                    self.pool.drop(near)
-                else:
-                    self._far[row] -= 1
-                    self._end_far(slots)
-                self.stats.copied_on_write += 1
-            self._shared_tail[row] = False
+        words = self.table.words[rows, columns]
+        left: dict[int, int] = {}
+        copied = np.ones(len(rows), dtype=np.bool_)
+        for at, word in enumerate(words.tolist()):
+            if not word & FAR:
+                block = int(self.arena.slots_at(words[at : at + 1])[0])
+                refs = left.get(block, int(self.pool.refs[block]))
+                # The last one to hold it may have it as it is.
+                copied[at] = refs > 1
+                left[block] = refs - 1
+        if copied.any():
+            mine = self._allocate(int(copied.sum()))
+            theirs = words[copied]
+            try:
+                self._copy(theirs & ~TAG_MASK, self.arena.addresses(mine))
+            except BaseException:
+                self.pool.drop(mine)
+                raise
+            self.table.put(rows[copied], columns[copied], self.arena.addresses(mine))
+            # One at a time: several rows may have held the same block.
+            for row, at in zip(rows[copied].tolist(), range(len(theirs)), strict=True):
+                near, slots = self._split(theirs[at : at + 1])
+                self.pool.drop(near)
+                self._end_far(slots)
+                self._far[row] -= len(slots)
+            self.stats.copied_on_write += len(theirs)
+        for block in self.arena.slots_at(words[~copied]).tolist():
+            self.pool.withdraw(block)
+        self._shared_tail[rows] = False
 
     def _keep_partial(self, row: int, length: int) -> bytes | None:
         """Name the partly filled last block by its tokens, so that it is kept like any other."""
@@ -818,7 +935,7 @@ class TieredStore:
             return None
         hashes = self._hashes[row]
         last = hashes[column - 1] if column else self._roots[row]
-        name = hash_partial(self._tails[row, :filled], last)
+        name = hash_partial(self._tails[row, :filled], last, self._extra_keys[row].get(column, ()))
         word = self.table.words[row, column]
         if word & FAR:
             return name
@@ -843,7 +960,8 @@ class TieredStore:
             else:
                 if messages is None:
                     messages = pack_blocks(self._tails[rows])
-                name = link(hashes[-1] if hashes else self._roots[row], messages[at])
+                message = messages[at] + pack_keys(self._extra_keys[row].get(column, ()))
+                name = link(hashes[-1] if hashes else self._roots[row], message)
                 hashes.append(name)
             twin = index.get(name)
             if twin is None:
@@ -905,17 +1023,15 @@ class TieredStore:
 
     def _finish_promotions(self) -> None:
         """Rewrite the words of far blocks whose copies have arrived, in every row that holds them."""
-        arrived = [promotion for promotion in self._promotions if promotion.transfer.done()]
-        if not arrived:
-            return
-        self._promotions = [promotion for promotion in self._promotions if not promotion.transfer.done()]
-        for promotion in arrived:
+        for promotion in [promotion for promotion in self._promotions if is_over(promotion.transfer)]:
+            self._promotions.remove(promotion)
             self._promoting[promotion.slots] = False
-            if promotion.transfer.error is not None:
+            try:
+                promotion.transfer.wait()
+                self._install(promotion)
+            finally:
                 self._end_far(promotion.slots)
                 self.pool.drop(promotion.blocks)
-                raise promotion.transfer.error
-            self._install(promotion)
 
     def _install(self, promotion: _Promotion) -> None:
         if self.host is None:
@@ -946,8 +1062,6 @@ class TieredStore:
                 stored.append(name)
         self.events.emit(EventKind.STORED, "device", self.space, stored)
         self.stats.promoted += len(blocks)
-        self._end_far(promotion.slots)
-        self.pool.drop(blocks)
 
     def _tell_removed(self, hashes: Sequence[bytes]) -> None:
         self.events.emit(EventKind.REMOVED, "device", self.space, hashes)
@@ -955,3 +1069,7 @@ class TieredStore:
 
 def _partial_of(sleeping: SleepingSequence) -> _Partial | None:
     return _Partial(sleeping.partial, sleeping.length) if sleeping.partial is not None else None
+
+
+def _session_key(root: bytes, name: str) -> bytes:
+    return b"session:" + root + name.encode()

@@ -19,7 +19,7 @@ from .host import HostSpace, Reservation, ReserveStatus
 from .policy import Ids
 from .pool import BlockPool
 
-__all__ = ["WriteBack"]
+__all__ = ["WriteBack", "is_over"]
 
 # A batch below this waits for more, so that bookkeeping and copies are spent on dozens of blocks.
 _BATCH: Final = 64
@@ -68,9 +68,13 @@ class WriteBack:
         self._queued += len(blocks)
 
     def poll(self) -> None:
-        """Finish what is done; start a batch if one has gathered. Called once a step."""
-        if self._writes and self._writes[0].transfer.done():
-            self._finish()
+        """Finish what is done; start a batch if one has gathered. Called once a step.
+
+        Raises:
+            Exception: what a copy failed with, after its slots and blocks were given back.
+        """
+        while self._writes and is_over(self._writes[0].transfer):
+            self._finish(self._writes.popleft())
         if self._queued >= _BATCH and time.monotonic() >= self._retry_at:
             self.start()
 
@@ -101,12 +105,16 @@ class WriteBack:
         new = reservation.new
         if len(new):
             moving = asked[new]
+            try:
+                transfer = self._mover.copy(
+                    self._arena.addresses(moving),
+                    self._host.addresses(reservation.slots[new]),
+                    self._host.layout.block_bytes,
+                )
+            except BaseException:
+                reservation.abort()
+                raise
             pool.hold(moving)
-            transfer = self._mover.copy(
-                self._arena.addresses(moving),
-                self._host.addresses(reservation.slots[new]),
-                self._host.layout.block_bytes,
-            )
             self._writes.append(_Write(transfer, reservation, new, moving))
         denied = asked[status == ReserveStatus.DENIED]
         if len(denied):
@@ -118,28 +126,32 @@ class WriteBack:
 
         Args:
             wait: seconds to wait for room in host memory.
-        """
-        self.start(wait=wait)
-        while self._writes:
-            self._writes[0].transfer.wait()
-            self._finish()
-
-    def _finish(self) -> None:
-        """Commit the copies that are done, in the order in which they were started.
 
         Raises:
             Exception: what a copy failed with, after its slots and blocks were given back.
         """
-        while self._writes and self._writes[0].transfer.done():
-            write = self._writes.popleft()
-            slots = write.reservation.slots[write.positions]
-            generations = write.reservation.generations[write.positions]
-            if write.transfer.error is not None:
-                write.reservation.abort()
-                self._pool.drop(write.blocks)
-                raise write.transfer.error
+        self.start(wait=wait)
+        while self._writes:
+            self._finish(self._writes.popleft())
+
+    def _finish(self, write: _Write) -> None:
+        """Wait for a copy, and commit it."""
+        try:
+            write.transfer.wait()
             write.reservation.commit(write.positions)
-            self._pool.host_slots[write.blocks] = slots
-            self._pool.host_generations[write.blocks] = generations
+            self._pool.host_slots[write.blocks] = write.reservation.slots[write.positions]
+            self._pool.host_generations[write.blocks] = write.reservation.generations[write.positions]
             self.written += len(write.blocks)
+        finally:
+            write.reservation.abort()
             self._pool.drop(write.blocks)
+
+
+def is_over(transfer: Transfer) -> bool:
+    """Whether a copy came to its end, good or bad; `Transfer.wait` then tells which, at once."""
+    try:
+        return transfer.done()
+    except Exception:
+        if transfer.error is None:
+            raise
+        return True
