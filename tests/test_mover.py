@@ -246,7 +246,10 @@ class Ends:
         self.nbytes = nbytes
         self.mover = CudaMover("cuda:0", copy_kernel)
         self.device = DeviceArena(nbytes, n, "cuda:0")
-        self.arena = PinnedArena(max(n * nbytes, 8 * MIB), **{"device": "cuda:0", **pinned})
+        extent = max(4 * MIB, nbytes)  # a block lies inside one extent
+        self.arena = PinnedArena(
+            max(n * nbytes, 8 * MIB), **{"device": "cuda:0", "extent_bytes": extent, **pinned}
+        )
         self.arena.wait_ready(timeout=60)
         self.host = torch.from_numpy(
             np.frombuffer(self.arena.view(0, n * nbytes), np.uint8).reshape(n, nbytes)
