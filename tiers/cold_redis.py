@@ -1,0 +1,1124 @@
+"""The cold tier in Redis: one server, or a Cluster.
+
+A batch is cut into values (`tiers/record.py`), the values of one server are queued, and a few lanes, each a
+thread with a connection of its own, work the queue off: a lane keeps several values in flight, so that the
+server always has the next command, and hashes one value while the kernel moves another. Socket calls and
+the hash let go of the interpreter lock.
+
+Connections are made by background threads only, so that no call waits for a name server or a TLS
+handshake beyond its deadline. A server that cannot be reached, or that stalls, is marked down: calls
+then fail within microseconds, and a thread tries again with growing pauses until it answers.
+
+What a server can do is cost hits: every length it sends is bounded, every record is verified before it
+counts, and a connection whose stream is out of step is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+import numpy as np
+import numpy.typing as npt
+from redis.connection import Connection, parse_url
+from redis.crc import key_slot
+from redis.exceptions import AuthenticationError, NoPermissionError
+
+from .cold import ColdStats, ColdStatus, StatusArray
+from .errors import (
+    CapacityError,
+    ClosedError,
+    ColdTierUnavailableError,
+    ConfigError,
+    IntegrityError,
+)
+from .record import (
+    DEFAULT_VALUE_BYTES,
+    HEADER_BYTES,
+    NOTE_SPACE,
+    Part,
+    RecordCodec,
+    Verdict,
+    check_key,
+    note_hash,
+)
+from .redis_wire import CONNECT_ERRORS, Reply, ReplyError, Wire, describe, pack
+
+__all__ = ["RedisColdTier"]
+
+_SOUND, _BROKEN = Verdict.OK, Verdict.BROKEN
+_OK, _MISS, _CORRUPT, _LATE, _UNAVAILABLE, _FULL = ColdStatus
+_log = logging.getLogger(__name__)
+
+_SETTING: Final = "cold.url"
+_CLUSTER_SCHEMES: Final = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
+_MAX_ROUNDS: Final = 5
+_MAX_TRIES: Final = 2
+_WINDOW_BYTES: Final = 1 << 20
+_WINDOW_VALUES: Final = 16
+"""What a lane keeps in flight. More is slower, since the server copies every reply that waits to memory that
+it must get first (8 MiB costs 10%); four lanes of this much fill 10 Gbit/s over several milliseconds."""
+_CALL_CHUNK: Final = 1024
+_STALL_SECONDS: Final = 0.1
+_FIRST_PAUSE: Final = 0.05
+_LONGEST_PAUSE: Final = 2.0
+_SLOTS: Final = 16384
+_STATUS_OF_ERROR: Final = {"OOM": _FULL, "WRONGTYPE": _CORRUPT}
+
+# KEYS[1] is deleted only while it still is the value that failed: same length, same beginning.
+_COMPARE_AND_DELETE: Final = (
+    b"if redis.call('STRLEN',KEYS[1])==tonumber(ARGV[1])"
+    b" and redis.call('GETRANGE',KEYS[1],0,#ARGV[2]-1)==ARGV[2]"
+    b" then return redis.call('DEL',KEYS[1]) end return 0"
+)
+
+
+class _Server:
+    """One Redis server: its idle connections, and whether it is worth trying.
+
+    Args:
+        label: how logs and errors name it.
+        make: constructs an unconnected wire.
+        limit: most connections at a time.
+        connect_timeout: seconds for each step of connecting.
+    """
+
+    def __init__(self, label: str, make: Callable[[], Wire], limit: int, connect_timeout: float) -> None:
+        self.label = label
+        self._make = make
+        self._limit = limit
+        self._connect_timeout = connect_timeout
+        self._condition = threading.Condition()
+        self._idle: list[Wire] = []
+        self._busy = 0
+        self._dialing = 0
+        self._trouble: str | None = None
+        self._closed = False
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it is down, or None."""
+        return self._trouble
+
+    def dial(self) -> Wire:
+        """A new connection, made in this thread."""
+        wire = self._make()
+        try:
+            wire.connect(self._connect_timeout)
+        except BaseException:
+            wire.close()
+            raise
+        return wire
+
+    def adopt(self, wire: Wire) -> None:
+        """Take over a connection made by `dial`."""
+        with self._condition:
+            self._idle.append(wire)
+            self._condition.notify_all()
+
+    def acquire(self, until: float, work: Sized) -> Wire | None:
+        """An open connection, waiting for one until then; None once `work` is empty: others did it.
+
+        Raises:
+            ColdTierUnavailableError: the server is down.
+            TimeoutError: none came free in time.
+            ClosedError: the tier was closed.
+        """
+        with self._condition:
+            while True:
+                if not work:
+                    return None
+                if self._closed:
+                    raise ClosedError("the cold tier is closed")
+                if self._trouble is not None:
+                    raise ColdTierUnavailableError(f"{self.label}: {self._trouble}")
+                if self._idle:
+                    self._busy += 1
+                    wire = self._idle.pop()
+                    wire.limit(until)
+                    return wire
+                if self._busy + self._dialing < self._limit:
+                    self._start_dialing()
+                remaining = until - time.monotonic()
+                if remaining <= 0 or not self._condition.wait(remaining):
+                    raise TimeoutError(f"{self.label}: no connection within the deadline")
+
+    def release(self, wire: Wire) -> None:
+        """Give back a connection whose stream is in step."""
+        with self._condition:
+            self._busy -= 1
+            self._condition.notify_all()
+            if not self._closed and self._trouble is None:
+                self._idle.append(wire)
+                return
+        wire.close()
+
+    def discard(self, wire: Wire, *, stale: bool = False) -> None:
+        """Give back a connection that broke; `stale` drops the idle ones as well."""
+        with self._condition:
+            self._busy -= 1
+            dropped = [wire]
+            if stale:
+                dropped += self._idle
+                self._idle = []
+            self._condition.notify_all()
+        for each in dropped:
+            each.close()
+
+    def suspect(self, wire: Wire) -> bool:
+        """Mark the server down if not a byte moved for a while before the deadline; whether it is so."""
+        stalled = wire.idle_seconds >= _STALL_SECONDS
+        if stalled:
+            self.mark_down(f"did not answer for {wire.idle_seconds:.1f} s")
+        return stalled
+
+    def mark_down(self, why: str) -> None:
+        """Fail calls at once from now on, and try again in the background until it answers."""
+        with self._condition:
+            if self._trouble is None and not self._closed:
+                _log.warning("cold tier %s is down: %s", self.label, why)
+                self._trouble = why
+            dropped, self._idle = self._idle, []
+            if not self._dialing and not self._closed:
+                self._start_dialing()
+            self._condition.notify_all()
+        for wire in dropped:
+            wire.close()
+
+    def _start_dialing(self) -> None:
+        self._dialing += 1
+        threading.Thread(target=self._dial_until_up, name="kvpager-redis-dial", daemon=True).start()
+
+    def _dial_until_up(self) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                wire = self.dial()
+            except CONNECT_ERRORS as error:
+                with self._condition:
+                    if self._trouble is None and not self._closed:
+                        _log.warning("cold tier %s is down: %s", self.label, describe(error))
+                        self._trouble = describe(error)
+                    self._condition.notify_all()
+                    # One thread is enough to knock at a closed door.
+                    if self._dialing > 1 or self._condition.wait_for(
+                        lambda: self._closed, pause * random.uniform(0.8, 1.2)
+                    ):
+                        self._dialing -= 1
+                        return
+                pause = min(pause * 2, _LONGEST_PAUSE)
+                continue
+            with self._condition:
+                self._dialing -= 1
+                if not self._closed:
+                    if self._trouble is not None:
+                        _log.warning("cold tier %s is back", self.label)
+                        self._trouble = None
+                    self._idle.append(wire)
+                    self._condition.notify_all()
+                    return
+            wire.close()
+            return
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless the counts of connections agree."""
+        with self._condition:
+            open_ = len(self._idle) + self._busy
+            if self._busy < 0 or self._dialing < 0 or open_ + self._dialing > self._limit + 1:
+                raise IntegrityError(
+                    f"{self.label}: {len(self._idle)} idle, {self._busy} busy and {self._dialing} dialing "
+                    f"connections of {self._limit}"
+                )
+            if self._trouble is not None and not self._closed and not self._dialing:
+                raise IntegrityError(f"{self.label} is down and nobody tries again")
+
+    def close(self) -> None:
+        """Close idle connections; busy ones are closed when they come back."""
+        with self._condition:
+            self._closed = True
+            dropped, self._idle = self._idle, []
+            self._condition.notify_all()
+        for wire in dropped:
+            wire.close()
+
+
+@dataclass(frozen=True)
+class _Redirect:
+    """Where another server of a Cluster wants a command to go."""
+
+    slot: int
+    host: str
+    port: int
+    ask: bool
+
+    @staticmethod
+    def of(error: ReplyError) -> _Redirect | None:
+        """Read MOVED and ASK replies; None for other errors and for nonsense."""
+        words = error.split(" ")
+        if words[0] not in ("MOVED", "ASK") or len(words) != 3:
+            return None
+        host, _, port = words[2].rpartition(":")
+        if not (words[1].isdecimal() and port.isdecimal() and int(words[1]) < _SLOTS and int(port) < 65536):
+            return None
+        return _Redirect(int(words[1]), host, int(port), words[0] == "ASK")
+
+
+_ASKING: Final = pack(b"ASKING")
+
+
+class _Operation:
+    """Commands that go to one server in one piece, and their replies.
+
+    `weight` is the bytes in flight, out or home; `outgoing` says that it is the command that is large.
+    """
+
+    __slots__ = ("asking", "redirect", "slot", "status", "tries", "weight")
+    outgoing = False
+
+    def __init__(self, slot: int, weight: int) -> None:
+        self.slot = slot
+        self.weight = weight
+        self.status = _UNAVAILABLE
+        self.tries = 0
+        self.asking = False
+        self.redirect: _Redirect | None = None
+
+    def request(self) -> list[bytes | memoryview]:
+        """The commands, as buffers to be written one after another."""
+        raise NotImplementedError
+
+    def receive(self, wire: Wire) -> None:
+        """Read the replies and set `status`."""
+        raise NotImplementedError
+
+    def refuse(self, error: ReplyError) -> None:
+        """Set status and redirect from an error reply."""
+        self.status = _STATUS_OF_ERROR.get(error.code, _UNAVAILABLE)
+        self.redirect = _Redirect.of(error)
+
+
+class _Put(_Operation):
+    """SET of one value."""
+
+    outgoing = True
+    __slots__ = ("_codec", "_expiry", "_key", "_part", "_payload", "_write_id")
+
+    def __init__(
+        self,
+        slot: int,
+        key: bytes,
+        codec: RecordCodec,
+        part: Part,
+        payload: memoryview,
+        write_id: int,
+        ttl: int | None,
+    ) -> None:
+        super().__init__(slot, len(payload))
+        self._key = key
+        self._codec = codec
+        self._part = part
+        self._payload = payload
+        self._write_id = write_id
+        self._expiry = b"" if ttl is None else b"$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl)), ttl)
+
+    def request(self) -> list[bytes | memoryview]:
+        header, body = self._codec.encode(self._part, self._payload, self._write_id)
+        begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (
+            5 if self._expiry else 3,
+            len(self._key),
+            self._key,
+            HEADER_BYTES + len(body),
+        )
+        return [begin + header, body, b"\r\n" + self._expiry]
+
+    def receive(self, wire: Wire) -> None:
+        reply = wire.read_reply()
+        if isinstance(reply, ReplyError):
+            self.refuse(reply)
+        elif reply == b"OK":
+            self.status = _OK
+        else:
+            raise ColdTierUnavailableError(f"answers SET with {reply!r}")
+
+
+class _Get(_Operation):
+    """GET of one value into its place in the caller's buffer."""
+
+    __slots__ = ("_codec", "_into", "_limit", "failed", "header", "key", "part", "size", "write_id")
+
+    def __init__(
+        self, slot: int, key: bytes, codec: RecordCodec, part: Part, into: memoryview, limit: int
+    ) -> None:
+        super().__init__(slot, len(into))
+        self.key = key
+        self.part = part
+        self._codec = codec
+        self._into = into
+        self._limit = limit
+        self.header = bytearray(HEADER_BYTES)
+        self.size = 0
+        self.write_id = 0
+        self.failed = False
+        """A record of our own version that does not verify."""
+
+    def request(self) -> list[bytes | memoryview]:
+        return [b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(self.key), self.key)]
+
+    def receive(self, wire: Wire) -> None:
+        size = wire.read_bulk(memoryview(self.header), self._into, self._limit)
+        if isinstance(size, ReplyError):
+            self.refuse(size)
+        elif size is None:
+            self.status = _MISS
+        else:
+            self.size = size
+            if size == HEADER_BYTES + len(self._into):
+                verdict, self.write_id = self._codec.decode(self.part, self.header, self._into)
+            else:
+                del self.header[size:]
+                verdict = self._codec.judge_size(self.header, size)
+            self.status = _OK if verdict is _SOUND else _CORRUPT
+            self.failed = verdict is _BROKEN
+
+
+class _Calls(_Operation):
+    """Short commands, one reply each."""
+
+    __slots__ = ("commands", "indices", "numbers", "replies")
+
+    def __init__(self, slot: int, commands: list[bytes], indices: list[int], *, numbers: bool) -> None:
+        super().__init__(slot, sum(map(len, commands)))
+        self.commands = commands
+        self.indices = indices
+        self.numbers = numbers
+        self.replies: Sequence[Reply] = []
+
+    def request(self) -> list[bytes | memoryview]:
+        return [b"".join(self.commands)]
+
+    def receive(self, wire: Wire) -> None:
+        if self.numbers:
+            self.replies = wire.read_numbers(len(self.commands))
+        else:
+            self.replies = [wire.read_reply() for _ in self.commands]
+        self.status = _OK
+
+
+class _Fleet:
+    """The servers behind the URL, and which of them holds a key's slot."""
+
+    def __init__(self, address: _Address, limit: int, connect_timeout: float) -> None:
+        self._address = address
+        self._limit = limit
+        self._connect_timeout = connect_timeout
+        self._lock = threading.Lock()
+        self._servers: dict[tuple[str, int], _Server] = {}
+        self._slots: list[_Server | None] = []
+        self._stale = address.cluster
+        self._asked_at = float("-inf")
+        self._closed = False
+        self.seed = self._server(address.host, address.port)
+
+    @property
+    def clustered(self) -> bool:
+        """Whether keys are spread by slot."""
+        return self._address.cluster
+
+    def servers(self) -> list[_Server]:
+        """Every server known."""
+        with self._lock:
+            return list(self._servers.values())
+
+    def _server(self, host: str, port: int) -> _Server:
+        with self._lock:
+            server = self._servers.get((host, port))
+            if server is None:
+                address = self._address.at(host, port)
+                server = _Server(address.label, address.wire, self._limit, self._connect_timeout)
+                if self._closed:
+                    server.close()
+                self._servers[host, port] = server
+            return server
+
+    def slot(self, key: bytes) -> int:
+        """The key's slot; 0 where there is no Cluster."""
+        return key_slot(key) if self._address.cluster else 0
+
+    def server_of(self, operation: _Operation) -> _Server | None:
+        """Where to send an operation; None where no server is known to hold its slot."""
+        redirect = operation.redirect
+        if redirect is not None and redirect.ask:
+            return self._server(redirect.host or self._address.host, redirect.port)
+        if not self._address.cluster:
+            return self.seed
+        return self._slots[operation.slot] if self._slots else None
+
+    def follow(self, redirect: _Redirect) -> None:
+        """Believe a MOVED reply, and learn the rest of the map soon."""
+        server = self._server(redirect.host or self._address.host, redirect.port)
+        with self._lock:
+            if self._slots:
+                self._slots[redirect.slot] = server
+            self._stale = True
+
+    def doubt(self) -> None:
+        """A server failed: its slots may have moved."""
+        self._stale = self._address.cluster
+
+    def refresh(self, until: float) -> None:
+        """Ask the servers known for the map, if it is in doubt and was not asked for just now."""
+        now = time.monotonic()
+        with self._lock:
+            if not self._stale or now - self._asked_at < (_FIRST_PAUSE if self._slots else 0.0):
+                return
+            self._asked_at = now
+            candidates = [server for server in self._servers.values() if server.trouble is None]
+        random.shuffle(candidates)
+        for server in candidates:
+            look = _Calls(0, [pack(b"CLUSTER", b"SLOTS")], [], numbers=False)
+            try:
+                wire = server.acquire(until, [look])
+            except (TimeoutError, ColdTierUnavailableError):
+                continue
+            if wire is None:
+                continue
+            try:
+                wire.send(look.request())
+                look.receive(wire)
+                self._learn(look.replies[0])
+            except TimeoutError:
+                server.discard(wire)
+                server.suspect(wire)
+            except ColdTierUnavailableError as error:
+                server.discard(wire, stale=True)
+                _log.warning("cold tier %s: %s", server.label, error)
+            else:
+                server.release(wire)
+                return
+
+    def _learn(self, reply: Reply) -> None:
+        if not isinstance(reply, list):
+            raise ColdTierUnavailableError(f"answers CLUSTER SLOTS with {reply!r}")
+        slots: list[_Server | None] = [None] * _SLOTS
+        keep = {(self._address.host, self._address.port)}
+        for entry in reply:
+            match entry:
+                case [int(first), int(last), [bytes(host), int(port), *_], *_] if (
+                    0 <= first <= last < _SLOTS and 0 < port < 65536
+                ):
+                    where = (host.decode("ascii", "replace") or self._address.host, port)
+                    keep.add(where)
+                    slots[first : last + 1] = [self._server(*where)] * (last + 1 - first)
+                case _:
+                    raise ColdTierUnavailableError(f"answers CLUSTER SLOTS with {entry!r:.80}")
+        with self._lock:
+            self._slots = slots
+            self._stale = not all(slots)
+            gone = [self._servers.pop(where) for where in list(self._servers) if where not in keep]
+        for server in gone:
+            server.close()
+
+    def close(self) -> None:
+        """Close all servers."""
+        with self._lock:
+            self._closed = True
+            servers = list(self._servers.values())
+        for server in servers:
+            server.close()
+
+
+@dataclass(frozen=True)
+class _Address:
+    """A parsed URL: how to make connections. Never shown whole, since it holds a password."""
+
+    options: dict[str, Any]
+    cluster: bool
+
+    @property
+    def host(self) -> str:
+        return str(self.options.get("host", "localhost"))
+
+    @property
+    def port(self) -> int:
+        return int(self.options.get("port", 6379))
+
+    @property
+    def label(self) -> str:
+        """The server's place, without credentials."""
+        path = self.options.get("path")
+        return f"unix:{path}" if path is not None else f"{self.host}:{self.port}"
+
+    def at(self, host: str, port: int) -> _Address:
+        """The same for another server of the Cluster."""
+        if (host, port) == (self.host, self.port):
+            return self
+        return _Address({**self.options, "host": host, "port": port}, self.cluster)
+
+    def wire(self) -> Wire:
+        """An unconnected connection."""
+        options = dict(self.options)
+        return Wire(options.pop("connection_class", Connection), options)
+
+    @staticmethod
+    def parse(url: str) -> _Address:
+        """Read a URL.
+
+        Raises:
+            ConfigError: it is not one that leads to a Redis.
+        """
+        parts = urlsplit(url)
+        cluster = parts.scheme in _CLUSTER_SCHEMES
+        scheme = _CLUSTER_SCHEMES.get(parts.scheme, parts.scheme)
+        if scheme not in ("redis", "rediss", "unix"):
+            raise ConfigError(
+                _SETTING,
+                f"must begin with redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://, "
+                f"got {parts.scheme + '://' if parts.scheme else url[:40]!r}",
+            )
+        try:
+            plain = urlunsplit(parts._replace(scheme=scheme))
+            if scheme == "unix":
+                plain = plain.replace("unix:/", "unix:///", 1) if "://" not in plain else plain
+            options = dict(parse_url(plain))  # type: ignore[no-untyped-call]
+            for name in ("max_connections", "timeout", "decode_responses", "protocol", "parser_class"):
+                if name in options:
+                    raise ConfigError(_SETTING, f"{name} cannot be set in the URL")
+            if scheme == "unix" and not options.get("path"):
+                raise ConfigError(_SETTING, "unix:// needs the path of a socket: unix:///run/redis.sock")
+            if cluster and options.get("db", 0) != 0:
+                raise ConfigError(_SETTING, "a Cluster has database 0 only")
+            address = _Address(options, cluster)
+            address.wire()
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, *CONNECT_ERRORS) as error:
+            raise ConfigError(_SETTING, f"cannot be used: {describe(error)}") from error
+        return address
+
+
+class RedisColdTier:
+    """Blocks in Redis. Safe from any number of threads.
+
+    Args:
+        url: ``redis://[[user]:password@]host[:port][/db]``, ``rediss://`` for TLS, ``unix:///path`` for a
+            Unix socket, ``redis+cluster://`` or ``rediss+cluster://`` with any one node of a Cluster. What
+            redis-py takes in a URL's query is taken here (``?ssl_ca_certs=/path``, ``?db=2``).
+        secret: seal payloads (`RecordCodec`); every host that is to read them needs the same.
+        ttl: seconds until a record that is not written again expires; None keeps it until the server evicts
+            it. Set `maxmemory-policy` on the server so that it does.
+        connections: lanes, and connections to each server. Two or more keep a server busy.
+        deadline: seconds that a call may take where it does not say.
+        value_bytes: upper limit of one value, header included. Hosts must agree on it to share records.
+        connect_timeout: seconds for each step of connecting (in the background, except in this constructor).
+
+    Raises:
+        ConfigError: the URL, the credentials, the TLS settings or another setting is refused. A server
+            that is merely down is allowed: the tier answers UNAVAILABLE and recovers by itself.
+        ColdTierUnavailableError: something answers there that is no Redis.
+    """
+
+    name = "redis"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        secret: str | bytes | None = None,
+        ttl: int | None = None,
+        connections: int = 4,
+        deadline: float = 1.0,
+        value_bytes: int = DEFAULT_VALUE_BYTES,
+        connect_timeout: float = 2.0,
+    ) -> None:
+        if ttl is not None and (not isinstance(ttl, int) or ttl < 1):
+            raise ConfigError("cold.ttl", f"must be a positive number of seconds or None, got {ttl!r}")
+        if not isinstance(connections, int) or not 1 <= connections <= 64:
+            raise ConfigError("cold.connections", f"must be 1 to 64, got {connections!r}")
+        for name, seconds in (("deadline", deadline), ("connect_timeout", connect_timeout)):
+            if not 0 < seconds <= 3600:
+                raise ConfigError(f"cold.{name}", f"must be a positive number of seconds, got {seconds!r}")
+        self._codec = RecordCodec(secret, value_bytes=value_bytes)
+        self._value_bytes = value_bytes
+        self._ttl = ttl
+        self._lanes = connections
+        self._deadline = deadline
+        self.stats = ColdStats()
+        self._fleet = _Fleet(_Address.parse(url), connections, connect_timeout)
+        self._closed = False
+        self._pool = ThreadPoolExecutor(max(4, 4 * connections), thread_name_prefix="kvpager-redis")
+        try:
+            self._greet()
+        except BaseException:
+            self.close()
+            raise
+
+    def _greet(self) -> None:
+        """Connect once, to tell settings that can never work from a server that is down."""
+        seed = self._fleet.seed
+        try:
+            wire = seed.dial()
+        except (AuthenticationError, NoPermissionError) as error:
+            raise ConfigError(_SETTING, f"the server refuses the credentials: {describe(error)}") from error
+        except CONNECT_ERRORS as error:
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            if isinstance(cause, ssl.SSLError):
+                raise ConfigError(_SETTING, f"no TLS with this server: {describe(cause)}") from error
+            if isinstance(cause, FileNotFoundError | PermissionError) and not seed.label.startswith("unix:"):
+                raise ConfigError(_SETTING, f"a TLS file cannot be read: {describe(cause)}") from error
+            if isinstance(error, ColdTierUnavailableError) and "loading" not in str(error).lower():
+                raise ColdTierUnavailableError(f"{_SETTING}: {seed.label}: {describe(error)}") from error
+            if "DB index" in str(error) or "invalid DB" in str(error):
+                raise ConfigError(_SETTING, f"the server has no such database: {describe(error)}") from error
+            seed.mark_down(describe(error))
+            return
+        wire.limit(time.monotonic() + self._deadline)
+        try:
+            about = wire.call(b"INFO", b"cluster")
+        except (TimeoutError, ColdTierUnavailableError) as error:
+            wire.close()
+            seed.mark_down(describe(error))
+            return
+        seed.adopt(wire)
+        if isinstance(about, bytes) and b"cluster_enabled:" in about:
+            clustered = b"cluster_enabled:1" in about
+            if clustered and not self._fleet.clustered:
+                raise ConfigError(_SETTING, f"{seed.label} is a Cluster node: use redis+cluster://")
+            if self._fleet.clustered and not clustered:
+                raise ConfigError(_SETTING, f"{seed.label} is not a Cluster node: use redis://")
+        self._fleet.refresh(time.monotonic() + self._deadline)
+
+    # The calls of ColdTier.
+
+    def put(
+        self,
+        space: bytes,
+        hashes: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        deadline: float | None = None,
+    ) -> StatusArray:
+        """Write one record per hash, replacing what is there and starting its TTL anew."""
+        began, until = self._begin(deadline)
+        check_key(space, hashes)
+        views = _byte_views("payloads", payloads, len(hashes), writable=False)
+        blocks: list[list[_Operation]] = []
+        for prefix_hash, view in zip(hashes, views, strict=True):
+            key, slot = self._place(space, prefix_hash)
+            write_id = self._codec.new_write_id()
+            blocks.append(
+                [
+                    _Put(
+                        slot,
+                        b"%s:%d" % (key, part.number),
+                        self._codec,
+                        part,
+                        view[part.start : part.stop],
+                        write_id,
+                        self._ttl,
+                    )
+                    for part in self._codec.split(space, prefix_hash, len(view))
+                ]
+            )
+        self._carry_out([operation for block in blocks for operation in block], until)
+        status = np.fromiter((_worst(block) for block in blocks), np.uint8, len(blocks))
+        self._count("put", status, views, began)
+        return status
+
+    def get(
+        self,
+        space: bytes,
+        hashes: Sequence[bytes],
+        into: Sequence[memoryview],
+        deadline: float | None = None,
+    ) -> StatusArray:
+        """Read each payload into its buffer, verified."""
+        began, until = self._begin(deadline)
+        check_key(space, hashes)
+        views = _byte_views("into", into, len(hashes), writable=True)
+        blocks: list[list[_Get]] = []
+        for prefix_hash, view in zip(hashes, views, strict=True):
+            key, slot = self._place(space, prefix_hash)
+            blocks.append(
+                [
+                    _Get(
+                        slot,
+                        b"%s:%d" % (key, part.number),
+                        self._codec,
+                        part,
+                        view[part.start : part.stop],
+                        self._value_bytes,
+                    )
+                    for part in self._codec.split(space, prefix_hash, len(view))
+                ]
+            )
+        self._carry_out([operation for block in blocks for operation in block], until)
+        status = np.fromiter((_worst(block) for block in blocks), np.uint8, len(blocks))
+        unsound: list[_Get] = []
+        for index, block in enumerate(blocks):
+            unsound += [each for each in block if each.failed]
+            if status[index] == _OK and len({each.write_id for each in block}) > 1:
+                status[index] = _CORRUPT
+                unsound.append(block[0])
+            elif status[index] == _MISS and block[0].status == _OK:
+                # The first part stands for the record in `contains`; without the others it never will verify.
+                unsound.append(block[0])
+        self._delete_unsound(unsound, until)
+        self._count("get", status, views, began)
+        return status
+
+    def contains(
+        self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """Whether the first part of each record is there."""
+        _, until = self._begin(deadline)
+        check_key(space, hashes)
+        keys = [self._place(space, prefix_hash) for prefix_hash in hashes]
+        commands = [(slot, pack(b"EXISTS", key + b":0")) for key, slot in keys]
+        replies = self._call_each(commands, until, numbers=True)
+        return np.fromiter((reply == 1 for reply in replies), np.bool_, len(hashes))
+
+    def delete(self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None) -> int:
+        """Remove records with all their parts; returns how many were there."""
+        _, until = self._begin(deadline)
+        check_key(space, hashes)
+        places = [self._place(space, prefix_hash) for prefix_hash in hashes]
+        looks = [
+            (slot, pack(b"GETRANGE", key + b":0", b"0", b"%d" % (HEADER_BYTES - 1))) for key, slot in places
+        ]
+        commands = []
+        for (key, slot), header in zip(places, self._call_each(looks, until, numbers=False), strict=True):
+            count = (self._codec.stored_parts(header) if isinstance(header, bytes) else None) or 1
+            parts = [b"%s:%d" % (key, index) for index in range(count)]
+            commands.append((slot, pack(b"DEL", *parts)))
+        replies = self._call_each(commands, until, numbers=True)
+        return sum(1 for reply in replies if isinstance(reply, int) and reply > 0)
+
+    def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> ColdStatus:
+        """Keep a small named record; at most one value (`value_bytes`) long.
+
+        Raises:
+            CapacityError: the note does not fit into one value.
+        """
+        _, until = self._begin(deadline)
+        if self._codec.part_count(len(value)) > 1:
+            raise CapacityError(f"a note of {len(value)} bytes does not fit into one value")
+        prefix_hash = note_hash(name)
+        key, slot = self._place(NOTE_SPACE, prefix_hash)
+        (part,) = self._codec.split(NOTE_SPACE, prefix_hash, len(value))
+        write_id = self._codec.new_write_id()
+        operation = _Put(slot, key + b":0", self._codec, part, memoryview(value), write_id, self._ttl)
+        self._carry_out([operation], until)
+        self.stats.count(np.array([operation.status], np.uint8))
+        return operation.status
+
+    def get_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
+        """Read a named record."""
+        _, until = self._begin(deadline)
+        prefix_hash = note_hash(name)
+        key, slot = self._place(NOTE_SPACE, prefix_hash)
+        # Its length is not known beforehand: look, then fetch; again if it changed in between.
+        operation: _Get | None = None
+        status = _MISS
+        value = bytearray()
+        for _ in range(3):
+            (length,) = self._call_each([(slot, pack(b"STRLEN", key + b":0"))], until, numbers=True)
+            if not isinstance(length, int):
+                status = _LATE if time.monotonic() >= until else _UNAVAILABLE
+                if isinstance(length, ReplyError) and length.code == "WRONGTYPE":
+                    status = _CORRUPT
+                break
+            if length == 0:
+                status = _MISS
+                break
+            value = bytearray(min(max(0, length - HEADER_BYTES), self._value_bytes - HEADER_BYTES))
+            part = Part(NOTE_SPACE, prefix_hash, len(value), 0, 1, 0, len(value))
+            operation = _Get(slot, key + b":0", self._codec, part, memoryview(value), self._value_bytes)
+            self._carry_out([operation], until)
+            status = operation.status
+            if status != _CORRUPT or operation.size == length:
+                break
+        if operation is not None and operation.failed and status == _CORRUPT:
+            self._delete_unsound([operation], until)
+        self.stats.count(np.array([status], np.uint8))
+        return status, bytes(value) if status == _OK else b""
+
+    def delete_note(self, name: bytes, deadline: float | None = None) -> bool:
+        """Remove a named record; returns whether it was there."""
+        _, until = self._begin(deadline)
+        key, slot = self._place(NOTE_SPACE, note_hash(name))
+        (reply,) = self._call_each([(slot, pack(b"DEL", key + b":0"))], until, numbers=True)
+        return reply == 1
+
+    def used_bytes(self) -> int | None:
+        """None: the server's memory is shared, and asking would wait."""
+        return None
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` if the counts of connections do not agree."""
+        for server in self._fleet.servers():
+            server.check_integrity()
+
+    def close(self) -> None:
+        """Close connections and end the lanes. Idempotent."""
+        self._closed = True
+        self._fleet.close()
+        self._pool.shutdown(wait=True)
+
+    # How calls are carried out.
+
+    def _begin(self, deadline: float | None) -> tuple[float, float]:
+        if self._closed:
+            raise ClosedError("the cold tier is closed")
+        now = time.monotonic()
+        return now, now + (self._deadline if deadline is None else deadline)
+
+    def _place(self, space: bytes, prefix_hash: bytes) -> tuple[bytes, int]:
+        key = self._codec.key(space, prefix_hash)
+        return key, self._fleet.slot(key)
+
+    def _carry_out(self, operations: Sequence[_Operation], until: float) -> None:
+        """Run operations where their slots are, following redirections until they end or time does."""
+        pending: Sequence[_Operation] = operations
+        for _ in range(_MAX_ROUNDS):
+            self._fleet.refresh(until)
+            queues: dict[_Server, deque[_Operation]] = {}
+            for operation in pending:
+                server = self._fleet.server_of(operation)
+                operation.asking = operation.redirect is not None and operation.redirect.ask
+                operation.redirect = None
+                if server is None:
+                    operation.status = _UNAVAILABLE
+                else:
+                    queues.setdefault(server, deque()).append(operation)
+            self._run_lanes(queues, until)
+            pending = [operation for operation in pending if operation.redirect is not None]
+            if not pending or not self._fleet.clustered:
+                return
+            for operation in pending:
+                if operation.redirect is not None and not operation.redirect.ask:
+                    self._fleet.follow(operation.redirect)
+
+    def _run_lanes(self, queues: dict[_Server, deque[_Operation]], until: float) -> None:
+        # No lane takes more than its share at once, or short batches would end up with few lanes.
+        lanes = [
+            (server, queue, min(_WINDOW_VALUES, -(-len(queue) // self._lanes)))
+            for server, queue in queues.items()
+            for _ in range(min(self._lanes, len(queue)))
+        ]
+        if not lanes:
+            return
+        others: list[tuple[Future[None], deque[_Operation]]] = []
+        try:
+            for server, queue, share in lanes[1:]:
+                others.append((self._pool.submit(self._lane, server, queue, share, until), queue))
+        except RuntimeError as error:
+            if not self._closed:
+                raise
+            raise ClosedError("the cold tier is closed") from error
+        # The calling thread is a lane itself: a single block needs no hand-over.
+        self._lane(*lanes[0], until)
+        for future, queue in others:
+            # A lane that runs ends by the deadline, and is waited for: it writes into the caller's buffers.
+            if not queue and future.cancel():
+                continue
+            try:
+                future.result(max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                if not future.cancel():
+                    future.result()
+        for queue in queues.values():
+            for operation in queue:
+                operation.status = _LATE
+
+    def _lane(self, server: _Server, queue: deque[_Operation], share: int, until: float) -> None:
+        while queue:
+            try:
+                wire = server.acquire(until, queue)
+            except TimeoutError:
+                _settle(queue, _LATE)
+                return
+            except (ColdTierUnavailableError, ClosedError):
+                self._fleet.doubt()
+                _settle(queue, _UNAVAILABLE)
+                return
+            if wire is None:
+                return
+            flight: deque[_Operation] = deque()
+            try:
+                _pump(wire, queue, flight, share)
+            except TimeoutError:
+                _settle(flight, _LATE)
+                _settle(queue, _LATE)
+                server.discard(wire)
+                if server.suspect(wire):
+                    self._fleet.doubt()
+                return
+            except ColdTierUnavailableError as error:
+                _log.info("cold tier %s: a connection broke: %s", server.label, error)
+                server.discard(wire, stale=True)
+                for operation in flight:
+                    operation.tries += 1
+                    if operation.tries < _MAX_TRIES:
+                        queue.append(operation)
+                    else:
+                        operation.status = _UNAVAILABLE
+            except BaseException:
+                server.discard(wire)
+                raise
+            else:
+                server.release(wire)
+
+    def _call_each(self, commands: list[tuple[int, bytes]], until: float, *, numbers: bool) -> list[Reply]:
+        """Replies to short commands, each on the server of its slot; None where there is none."""
+        replies: list[Reply] = [None] * len(commands)
+        pending = list(range(len(commands)))
+        for _ in range(_MAX_ROUNDS):
+            operations: list[_Calls] = []
+            for indices in self._by_server(commands, pending):
+                operations += [
+                    _Calls(
+                        commands[chunk[0]][0], [commands[index][1] for index in chunk], chunk, numbers=numbers
+                    )
+                    for chunk in (
+                        indices[start : start + _CALL_CHUNK] for start in range(0, len(indices), _CALL_CHUNK)
+                    )
+                ]
+            self._carry_out(operations, until)
+            pending = []
+            for operation in operations:
+                for index, reply in zip(operation.indices, operation.replies, strict=False):
+                    replies[index] = reply
+                    redirect = _Redirect.of(reply) if isinstance(reply, ReplyError) else None
+                    if redirect is not None and self._fleet.clustered and not redirect.ask:
+                        self._fleet.follow(redirect)
+                        pending.append(index)
+            if not pending:
+                break
+        return replies
+
+    def _by_server(self, commands: list[tuple[int, bytes]], indices: list[int]) -> Iterator[list[int]]:
+        if not self._fleet.clustered:
+            yield indices
+            return
+        groups: dict[_Server | None, list[int]] = {}
+        probe = _Operation(0, 0)
+        for index in indices:
+            probe.slot = commands[index][0]
+            groups.setdefault(self._fleet.server_of(probe), []).append(index)
+        yield from groups.values()
+
+    def _delete_unsound(self, operations: list[_Get], until: float) -> None:
+        """Remove what can never verify, if it still is what was read and time is left."""
+        if operations and time.monotonic() < until:
+            self._call_each(
+                [
+                    (
+                        each.slot,
+                        pack(
+                            b"EVAL",
+                            _COMPARE_AND_DELETE,
+                            b"1",
+                            each.key,
+                            b"%d" % each.size,
+                            bytes(each.header),
+                        ),
+                    )
+                    for each in operations
+                ],
+                until,
+                numbers=True,
+            )
+
+    def _count(self, what: str, status: StatusArray, views: list[memoryview], began: float) -> None:
+        done = np.flatnonzero(status == _OK)
+        moved = sum(len(views[index]) for index in done)
+        seconds = time.monotonic() - began
+        stats = self.stats
+        with stats.lock:
+            if what == "put":
+                stats.puts += len(done)
+                stats.put_bytes += moved
+                stats.put_seconds += seconds
+            else:
+                stats.gets += len(done)
+                stats.get_bytes += moved
+                stats.get_seconds += seconds
+        stats.count(status)
+
+
+def _pump(wire: Wire, queue: deque[_Operation], flight: deque[_Operation], share: int) -> None:
+    """Work a queue off over one connection, with a bounded number of values and bytes in flight."""
+    weight = 0
+    while True:
+        # Refilled when half empty: requests go out a few at a time, and the server never waits for one.
+        if len(flight) <= share // 2:
+            buffers: list[bytes | memoryview] = []
+            while not flight or (len(flight) < share and weight < _WINDOW_BYTES):
+                try:
+                    operation = queue.popleft()
+                except IndexError:
+                    break
+                flight.append(operation)
+                weight += operation.weight
+                if operation.asking:
+                    buffers.append(_ASKING)
+                buffers += operation.request()
+                if operation.outgoing:
+                    # Its hash is made, so it may go while the next one's is.
+                    wire.send(buffers)
+                    buffers = []
+            if buffers:
+                wire.send(buffers)
+        if not flight:
+            return
+        operation = flight[0]
+        if operation.asking:
+            wire.read_reply()
+        operation.receive(wire)
+        flight.popleft()
+        weight -= operation.weight
+
+
+def _settle(operations: deque[_Operation], status: ColdStatus) -> None:
+    """Empty a queue, giving every operation this status. Other lanes may be at it as well."""
+    while operations:
+        try:
+            operations.popleft().status = status
+        except IndexError:
+            return
+
+
+_SEVERITY: Final = (
+    _LATE,
+    _UNAVAILABLE,
+    _FULL,
+    _CORRUPT,
+    _MISS,
+)
+
+
+def _worst(operations: Sequence[_Operation]) -> ColdStatus:
+    """What became of a block, from what became of its parts."""
+    states = {operation.status for operation in operations}
+    return next((status for status in _SEVERITY if status in states), _OK)
+
+
+def _byte_views(name: str, buffers: Sequence[memoryview], count: int, *, writable: bool) -> list[memoryview]:
+    """Flat byte views, or `ConfigError` where a buffer is not what was asked for."""
+    if len(buffers) != count:
+        raise ConfigError(name, f"{len(buffers)} buffers for {count} hashes")
+    views = []
+    for buffer in buffers:
+        view = memoryview(buffer)
+        if not view.c_contiguous or (writable and view.readonly):
+            raise ConfigError(name, "must be contiguous" + (" and writable" if writable else ""))
+        views.append(view.cast("B"))
+    return views
