@@ -1,0 +1,42 @@
+"""The command line: ``kvpager COMMAND``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..tiers.errors import KVPagerError
+from . import demo
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        the exit code: 0 done, 1 it failed and said why, 2 wrong usage, 130 interrupted.
+    """
+    parser = argparse.ArgumentParser(
+        prog="kvpager", description="A tiered KV-cache offload service for LLM inference."
+    )
+    parser.add_argument("--version", action="version", version=f"kvpager {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True)
+    demo.add_parser(commands)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        code: int = options.run(options)
+    except KVPagerError as error:
+        print(f"kvpager {options.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

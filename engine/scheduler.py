@@ -1,0 +1,416 @@
+"""Which sequences run in the next step, and what becomes of its tokens.
+
+Continuous batching with chunked prefill (Yu et al., Orca, OSDI'22; Agrawal et al., Sarathi-Serve, OSDI'24):
+every decoding sequence gets one token a step, and what is left of the step's token budget goes to
+chunks of prompts, oldest first. When the device tier is full the youngest sequence is put to sleep: its
+KV goes to host memory, and it wakes before anyone new is admitted.
+
+State of running sequences lies in arrays over rows of the block table, so that a step that only decodes
+costs a few array operations, not a loop over sequences.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kvstore.store import Opened, TieredStore
+from ..tiers.errors import CapacityError
+from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
+
+__all__ = ["Chunk", "Scheduler", "Step"]
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``[start, start + count)`` of a sequence whose KV this step computes.
+
+    `last`: the last of them is the newest token known, so its logits are wanted.
+    """
+
+    sequence: Sequence
+    row: int
+    start: int
+    count: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward pass computes.
+
+    Attributes:
+        rows: int64 [n], the rows that decode, ascending.
+        lengths: int64 [n], tokens of each whose KV is there: the position of the token that runs.
+        tokens: int32 [n], these tokens.
+        chunks: the prompts' parts.
+    """
+
+    rows: Rows
+    lengths: Rows
+    tokens: npt.NDArray[np.int32]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def sampled_rows(self) -> Rows:
+        """int64: the rows that get a token, in the order of the logits."""
+        ends = [chunk.row for chunk in self.chunks if chunk.last]
+        return np.concatenate([self.rows, np.array(ends, dtype=np.int64)]) if ends else self.rows
+
+
+class Scheduler:
+    """Decides each step over one `TieredStore`.
+
+    Args:
+        store: where the KV is.
+        max_sequences: rows of the block table.
+        max_tokens: tokens of one sequence, prompt and output.
+        step_tokens: tokens a step may compute, decoding ones counted.
+        load_seconds: how long a sequence waits for blocks from the cold tier before it is computed.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        *,
+        max_sequences: int,
+        max_tokens: int,
+        step_tokens: int,
+        load_seconds: float,
+    ) -> None:
+        self.store = store
+        self.max_tokens = max_tokens
+        self.step_tokens = step_tokens
+        self.load_seconds = load_seconds
+        # Zeroed by the allocator: pages that no sequence reaches are never touched.
+        self.tokens = np.zeros((max_sequences, max_tokens), dtype=np.int32)
+        """int32 [rows, max_tokens]: all tokens of the sequences that have a row."""
+        self.counts = np.zeros(max_sequences, dtype=np.int64)
+        """int64 [rows]: how many of them are known."""
+        self.owners = np.full(max_sequences, -1, dtype=np.int64)
+        """int64 [rows]: ids of the sequences that have them; of the last one where none has."""
+        self._limits = np.zeros(max_sequences, dtype=np.int64)
+        self._stops = np.full((max_sequences, 1), -1, dtype=np.int32)
+        self._sequences: list[Sequence | None] = [None] * max_sequences
+        self._waiting: deque[Sequence] = deque()
+        self._asleep: deque[Sequence] = deque()
+        self._prefilling: list[Sequence] = []
+        self._decoding: Rows = np.empty(0, dtype=np.int64)
+        self._room_came = True
+        """Whether trying to admit may have another outcome than last time."""
+        self.preemptions = 0
+
+    def __len__(self) -> int:
+        """Sequences that are not finished."""
+        return len(self._waiting) + len(self._asleep) + self.num_running
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a row."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that never had a row."""
+        return len(self._waiting)
+
+    @property
+    def num_asleep(self) -> int:
+        """Sequences that were put to sleep to make room."""
+        return len(self._asleep)
+
+    # Coming and going
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; what the cold tier has of it starts coming up now."""
+        sequence.load = self.store.start_load(
+            sequence.tokens, root=sequence.root, partial_at=sequence.partial_at
+        )
+        sequence.load_until = time.monotonic() + self.load_seconds
+        self._waiting.append(sequence)
+        self._room_came = True
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence wherever it stands. A session's KV sleeps; another's stays cached."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        if sequence.row is not None:
+            self._leave(sequence, keep=sequence.session is not None)
+        elif sequence.state is SequenceState.ASLEEP:
+            self._asleep.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason = reason
+        sequence.finished_at = time.monotonic()
+
+    def tokens_of(self, sequence: Sequence) -> npt.NDArray[np.int32]:
+        """All tokens known of a sequence, int32; a view that the next step may outdate."""
+        if sequence.row is None:
+            return sequence.tokens
+        return self.tokens[sequence.row, : self.counts[sequence.row]]
+
+    def sequence_at(self, row: int) -> Sequence:
+        """The sequence that has a row.
+
+        Raises:
+            LookupError: none has it.
+        """
+        sequence = self._sequences[row]
+        if sequence is None:
+            raise LookupError(f"row {row} has no sequence")
+        return sequence
+
+    # Schedule, and postprocess
+
+    def schedule(self) -> Step | None:
+        """The next step; None where nothing can run now (loads are awaited, or there is no work).
+
+        Raises:
+            CapacityError: not even a single sequence fits.
+        """
+        if self._asleep:
+            self._wake()
+        if self._waiting:
+            self._admit()
+        self._room_to_decode()
+        chunks = self._chunks(self.step_tokens - len(self._decoding)) if self._prefilling else ()
+        rows = self._decoding
+        if not len(rows) and not chunks:
+            return None
+        lengths = self.store.lengths[rows]
+        return Step(rows, lengths, self.tokens[rows, lengths], chunks)
+
+    def postprocess(self, step: Step, sampled: npt.NDArray[np.int32]) -> list[Sequence]:
+        """Take what a step computed and sampled.
+
+        Args:
+            sampled: int32, one token for each of `Step.sampled_rows`.
+
+        Returns:
+            the sequences that finished.
+        """
+        if len(step.rows):
+            self.store.append(step.rows, step.tokens)
+        for chunk in step.chunks:
+            tokens = self.tokens[chunk.row, chunk.start : chunk.start + chunk.count]
+            self.store.advance(chunk.row, tokens)
+            chunk.sequence.computed += chunk.count
+        rows = step.sampled_rows
+        counts = self.counts[rows]
+        self.tokens[rows, counts] = sampled
+        counts += 1
+        self.counts[rows] = counts
+        if step.chunks:
+            self._start_decoding(step.chunks)
+        stopped = (self._stops[rows] == sampled[:, None]).any(axis=1)
+        ended = np.flatnonzero(stopped | (counts >= self._limits[rows]))
+        finished = []
+        for at in ended.tolist():
+            sequence = self.sequence_at(int(rows[at]))
+            self.finish(sequence, FinishReason.STOP if stopped[at] else FinishReason.LENGTH)
+            finished.append(sequence)
+        return finished
+
+    def wait(self, seconds: float) -> None:
+        """Wait, `seconds` at most, for the load that the next sequence to run needs."""
+        for sequence in (*self._asleep, *self._waiting):
+            if sequence.load is not None and sequence.loading():
+                sequence.load.wait(min(seconds, max(0.0, sequence.load_until - time.monotonic())))
+                return
+
+    # Inside
+
+    def _enter(self, sequence: Sequence, opened: Opened) -> None:
+        """A sequence was given a row."""
+        row = opened.row
+        count = len(sequence.tokens)
+        sequence.row = row
+        sequence.load = None
+        self._sequences[row] = sequence
+        self.owners[row] = sequence.id
+        self.tokens[row, :count] = sequence.tokens
+        self.counts[row] = count
+        self._limits[row] = min(self.max_tokens, sequence.num_prompt + sequence.params.max_tokens)
+        stops = sequence.stop_ids
+        if len(stops) > self._stops.shape[1]:
+            wider = np.full((len(self._stops), len(stops)), -1, dtype=np.int32)
+            wider[:, : self._stops.shape[1]] = self._stops
+            self._stops = wider
+        self._stops[row] = -1
+        self._stops[row, : len(stops)] = stops
+        if opened.length == count - 1 and count > sequence.num_prompt:
+            sequence.state = SequenceState.DECODING
+            self._decoding = np.sort(np.append(self._decoding, row))
+        else:
+            sequence.state = SequenceState.PREFILLING
+            self._prefilling.append(sequence)
+            self._prefilling.sort(key=lambda other: other.id)
+
+    def _leave(self, sequence: Sequence, *, keep: bool) -> None:
+        """Take a sequence's row away; with `keep` its KV sleeps."""
+        row = sequence.row
+        if row is None:
+            return
+        sequence.tokens = self.tokens_of(sequence).copy()
+        if sequence.state is SequenceState.DECODING:
+            self._decoding = self._decoding[self._decoding != row]
+        else:
+            self._prefilling.remove(sequence)
+        if keep:
+            sequence.sleeping = self.store.sleep(row)
+        else:
+            self.store.close_row(row)
+        sequence.row = None
+        self._sequences[row] = None
+        self._room_came = True
+
+    def _start_decoding(self, chunks: tuple[Chunk, ...]) -> None:
+        now = time.monotonic()
+        ready = [chunk for chunk in chunks if chunk.last]
+        for chunk in ready:
+            sequence = chunk.sequence
+            sequence.state = SequenceState.DECODING
+            self._prefilling.remove(sequence)
+            if sequence.first_token_at is None:
+                sequence.first_token_at = now
+        self._decoding = np.sort(np.append(self._decoding, [chunk.row for chunk in ready]).astype(np.int64))
+
+    def _room_to_decode(self) -> None:
+        """See that each decoding row has room for its next token; who does not fit is put to sleep."""
+        while len(self._decoding):
+            try:
+                self.store.reserve(self._decoding, 1)
+            except CapacityError:
+                if not self._make_room():
+                    raise
+            else:
+                return
+
+    def _make_room(self, younger_than: Sequence | None = None) -> bool:
+        """Free device blocks: put the youngest sequence to sleep, or the last one's oldest blocks below.
+
+        Args:
+            younger_than: only sequences younger than this one may be put to sleep.
+
+        Returns:
+            whether there is more room than before.
+        """
+        running = [self.sequence_at(row) for row in self._decoding.tolist()] + self._prefilling
+        youngest = max(running, key=lambda sequence: sequence.id)
+        if len(running) == 1:
+            row = youngest.row
+            return row is not None and self.store.spill(row, self._spill_blocks()) > 0
+        if younger_than is not None and youngest.id <= younger_than.id:
+            return False
+        self._leave(youngest, keep=True)
+        youngest.state = SequenceState.ASLEEP
+        youngest.preemptions += 1
+        self.preemptions += 1
+        self._asleep.appendleft(youngest)
+        return True
+
+    def _spill_blocks(self) -> int:
+        """How many blocks a sequence alone on the device lets go at once: enough for the next chunks."""
+        return max(1, self.store.pool.capacity // 4)
+
+    def _headroom(self) -> int:
+        """Device blocks that the running sequences may want in a moment."""
+        return self.num_running + 1
+
+    def _wake(self) -> None:
+        """Wake sleepers, longest asleep first, while the device tier has room for them to go on."""
+        while self._asleep and self.store.table.free_rows:
+            sequence = self._asleep[0]
+            sleeping = sequence.sleeping
+            if sleeping is None:
+                raise LookupError(f"sequence {sequence.id} is asleep without its KV")
+            # What waking holds in the device tier again is not there for the others.
+            left = self.store.available_blocks - self.store.cached_blocks(sleeping)
+            if self.num_running and left < 2 * self._headroom():
+                return
+            if sequence.load is None:
+                sequence.load = self.store.start_load_sleeping(sleeping)
+                sequence.load_until = time.monotonic() + self.load_seconds
+            if sequence.loading():
+                return
+            self._asleep.popleft()
+            opened = self.store.wake(sleeping)
+            sequence.sleeping = None
+            self._enter(sequence, opened)
+            self._bring_near(opened.row)
+
+    def _admit(self) -> None:
+        """Give waiting sequences a row, in the order of arrival, while there is room for their prompts."""
+        while self._waiting and self.store.table.free_rows and not self._asleep:
+            sequence = next((one for one in self._waiting if not one.loading()), None)
+            if sequence is None or not self._room_came:
+                return
+            opened = self.store.open(sequence.tokens, root=sequence.root, partial_at=sequence.partial_at)
+            row = np.array([opened.row], dtype=np.int64)
+            wanted = self.store.blocks_wanted(row, len(sequence.tokens) - opened.length + 1)
+            if self.num_running and wanted + self._headroom() > self.store.available_blocks:
+                self.store.close_row(opened.row)
+                self._room_came = False
+                return
+            loaded = sequence.load.loaded * self.store.layout.block_size if sequence.load else 0
+            from_cold = min(loaded, opened.host)
+            sequence.cached = CachedTokens(opened.device, opened.host - from_cold, opened.cold + from_cold)
+            sequence.scheduled_at = time.monotonic()
+            self._waiting.remove(sequence)
+            self._enter(sequence, opened)
+            self._bring_near(opened.row)
+
+    def _bring_near(self, row: int) -> None:
+        """Promote a row's far blocks as far as that takes nothing from anyone."""
+        if self.store.far_blocks(row):
+            sequence = self.sequence_at(row)
+            own = self.store.blocks_wanted(
+                np.array([row], dtype=np.int64), len(sequence.tokens) - int(self.store.lengths[row]) + 1
+            )
+            self.store.promote(row, self.store.available_blocks - own - self._headroom())
+
+    def _chunks(self, budget: int) -> tuple[Chunk, ...]:
+        """Parts of prompts for this step, oldest sequence first, with room for their KV."""
+        chunks: list[Chunk] = []
+        for sequence in list(self._prefilling):
+            row = sequence.row
+            if budget <= 0 or row is None:
+                continue
+            start = int(self.store.lengths[row])
+            count = self._reserve_chunk(sequence, row, min(budget, int(self.counts[row]) - start))
+            if not count:
+                break
+            chunks.append(Chunk(sequence, row, start, count, start + count == int(self.counts[row])))
+            budget -= count
+        return tuple(chunks)
+
+    def _reserve_chunk(self, sequence: Sequence, row: int, count: int) -> int:
+        """Make room for up to `count` tokens of a row; returns for how many there is."""
+        rows = np.array([row], dtype=np.int64)
+        while True:
+            fits = min(count, self._tokens_that_fit(row))
+            if fits > 0:
+                try:
+                    self.store.reserve(rows, fits)
+                except CapacityError:
+                    fits = 0
+                else:
+                    return fits
+            if not self._make_room(younger_than=sequence):
+                if self.num_running == 1:
+                    capacity = self.store.pool.capacity
+                    raise CapacityError(f"device_blocks: {capacity} do not hold what one sequence needs")
+                return 0
+
+    def _tokens_that_fit(self, row: int) -> int:
+        """Tokens that a row can take with the blocks it has and those that are available."""
+        size = self.store.layout.block_size
+        blocks = int(self.store.table.counts[row]) + self.store.available_blocks
+        return blocks * size - int(self.store.lengths[row])

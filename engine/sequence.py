@@ -1,0 +1,103 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kvstore.host import ColdLoad
+from ..kvstore.session import SleepingSequence
+from .sampler import SamplingParams
+
+__all__ = ["CachedTokens", "FinishReason", "Sequence", "SequenceState"]
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence stands. The ones with a row of the block table are PREFILLING and DECODING."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ASLEEP = "asleep"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """A stop token or stop string."""
+    LENGTH = "length"
+    """Its limit of tokens, or the model's."""
+    ABORTED = "aborted"
+    """Its caller no longer wants it."""
+
+
+@dataclass
+class CachedTokens:
+    """Prompt tokens that were not computed, by the tier they were found in."""
+
+    device: int = 0
+    host: int = 0
+    cold: int = 0
+
+    @property
+    def total(self) -> int:
+        """Prompt tokens that were not computed."""
+        return self.device + self.host + self.cold
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request's tokens and state. The scheduler changes it; others read it.
+
+    Attributes:
+        id: ascending in the order of arrival.
+        tokens: int32, all tokens known; while it has a row, `Scheduler.tokens` has the newest ones.
+        num_prompt: how many of them its caller gave.
+        params: how to sample and when to stop.
+        stop_ids: token ids that end it; they are kept in its output.
+        root: root of its prefix chain.
+        seed: of its draws.
+        session: the caller's id of the conversation, or None.
+        partial_at: a length at which the session slept with a partly filled last block, or None.
+    """
+
+    id: int
+    tokens: npt.NDArray[np.int32]
+    num_prompt: int
+    params: SamplingParams
+    root: bytes
+    seed: int
+    stop_ids: tuple[int, ...] = ()
+    session: str | None = None
+    partial_at: int | None = None
+    state: SequenceState = SequenceState.WAITING
+    row: int | None = None
+    load: ColdLoad | None = None
+    load_until: float = 0.0
+    sleeping: SleepingSequence | None = None
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    preemptions: int = 0
+    computed: int = 0
+    """Tokens whose KV was computed for it, recomputed ones counted again."""
+    arrived_at: float = field(default_factory=time.monotonic)
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    finish_reason: FinishReason | None = None
+    text: str | None = None
+    """Its text where that was read as it came; a stop string is cut off."""
+
+    @property
+    def output(self) -> npt.NDArray[np.int32]:
+        """int32, the tokens that were sampled, as far as `tokens` is brought up to date."""
+        return self.tokens[self.num_prompt :]
+
+    def loading(self) -> bool:
+        """Whether it is worth waiting for blocks that come up from the cold tier."""
+        return self.load is not None and not self.load.done() and time.monotonic() < self.load_until
