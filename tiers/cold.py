@@ -17,7 +17,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ColdStats", "ColdStatus", "ColdTier", "StatusArray"]
+from .errors import ConfigError
+
+__all__ = ["ColdStats", "ColdStatus", "ColdTier", "StatusArray", "byte_views", "open_cold_tier"]
 
 
 class ColdStatus(enum.IntEnum):
@@ -59,6 +61,24 @@ class ColdStats:
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
+
+    def count_put(self, status: StatusArray, payloads: Sequence[memoryview], seconds: float) -> None:
+        """Count one batch of puts: those that are OK with their bytes, the others by status."""
+        done = np.flatnonzero(status == ColdStatus.OK)
+        with self.lock:
+            self.puts += len(done)
+            self.put_bytes += sum(payloads[index].nbytes for index in done)
+            self.put_seconds += seconds
+        self.count(status)
+
+    def count_get(self, status: StatusArray, into: Sequence[memoryview], seconds: float) -> None:
+        """Count one batch of gets: those that are OK with their bytes, the others by status."""
+        done = np.flatnonzero(status == ColdStatus.OK)
+        with self.lock:
+            self.gets += len(done)
+            self.get_bytes += sum(into[index].nbytes for index in done)
+            self.get_seconds += seconds
+        self.count(status)
 
     def count(self, status: StatusArray) -> None:
         """Add one to the counter of every status that is not OK."""
@@ -147,3 +167,82 @@ class ColdTier(Protocol):
     def close(self) -> None:
         """Release connections and files. Idempotent."""
         ...
+
+
+def byte_views(name: str, buffers: Sequence[memoryview], count: int, *, writable: bool) -> list[memoryview]:
+    """The buffers as flat views of bytes, without a copy.
+
+    Raises:
+        ConfigError: not `count` of them, or one is not contiguous, or read-only where it must be written.
+    """
+    if len(buffers) != count:
+        raise ConfigError(name, f"{len(buffers)} buffers for {count} hashes")
+    views = []
+    for buffer in buffers:
+        view = memoryview(buffer)
+        if not view.c_contiguous or (writable and view.readonly):
+            raise ConfigError(name, "must be contiguous" + (" and writable" if writable else ""))
+        views.append(view.cast("B"))
+    return views
+
+
+def open_cold_tier(
+    url: str,
+    *,
+    capacity_bytes: int | None = None,
+    secret: str | bytes | None = None,
+    ttl: int | None = None,
+    connections: int | None = None,
+    deadline: float | None = None,
+    fsync: bool = False,
+) -> ColdTier:
+    """Open the cold tier that a URL names.
+
+    Args:
+        url: ``redis://``, ``rediss://``, ``unix://``, ``redis+cluster://`` or ``rediss+cluster://``
+            (`RedisColdTier`); ``disk:///path`` or a bare path (`DiskColdTier`).
+        capacity_bytes: most bytes on disk; needed for a disk, and not for a Redis, which has `maxmemory`.
+        secret: seal payloads with AES-256-GCM.
+        ttl: Redis only: seconds until a record expires.
+        connections: Redis only.
+        deadline: seconds that a call may take where it does not say; None takes the tier's default.
+        fsync: disk only: records survive a loss of power as soon as they are acknowledged.
+
+    Raises:
+        ConfigError: the scheme is unknown, or a setting does not go with it or is out of range.
+        ColdTierUnavailableError: something answers there that is no Redis.
+    """
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme != "disk":
+        from .cold_redis import DEFAULT_CONNECTIONS, DEFAULT_DEADLINE, RedisColdTier
+
+        if capacity_bytes is not None:
+            raise ConfigError("cold.capacity_bytes", "is for a disk; limit a Redis with its own maxmemory")
+        if fsync:
+            raise ConfigError("cold.fsync", "is for a disk")
+        return RedisColdTier(
+            url,
+            secret=secret,
+            ttl=ttl,
+            connections=DEFAULT_CONNECTIONS if connections is None else connections,
+            deadline=DEFAULT_DEADLINE if deadline is None else deadline,
+        )
+    from .cold_disk import DEFAULT_DEADLINE as DISK_DEADLINE
+    from .cold_disk import DiskColdTier
+
+    path = rest if separator else url
+    if not path:
+        raise ConfigError("cold.url", f"{url!r} names no folder")
+    if separator and not path.startswith("/"):
+        raise ConfigError("cold.url", f"{url!r} needs an absolute path: disk:///{path}")
+    if capacity_bytes is None:
+        raise ConfigError("cold.capacity_bytes", "is needed for a cold tier on disk")
+    if ttl is not None or connections is not None:
+        raise ConfigError("cold.ttl" if ttl is not None else "cold.connections", "is for a Redis")
+    return DiskColdTier(
+        path,
+        capacity_bytes=capacity_bytes,
+        secret=secret,
+        fsync=fsync,
+        deadline=DISK_DEADLINE if deadline is None else deadline,
+    )

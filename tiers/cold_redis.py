@@ -33,7 +33,7 @@ from redis.connection import Connection, parse_url
 from redis.crc import key_slot
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from .cold import ColdStats, ColdStatus, StatusArray
+from .cold import ColdStats, ColdStatus, StatusArray, byte_views
 from .errors import (
     CapacityError,
     ClosedError,
@@ -53,7 +53,11 @@ from .record import (
 )
 from .redis_wire import CONNECT_ERRORS, Reply, ReplyError, Wire, describe, pack
 
-__all__ = ["RedisColdTier"]
+__all__ = ["DEFAULT_CONNECTIONS", "DEFAULT_DEADLINE", "RedisColdTier"]
+
+DEFAULT_CONNECTIONS: Final = 4
+DEFAULT_DEADLINE: Final = 1.0
+"""Seconds."""
 
 _SOUND, _BROKEN = Verdict.OK, Verdict.BROKEN
 _OK, _MISS, _CORRUPT, _LATE, _UNAVAILABLE, _FULL = ColdStatus
@@ -634,8 +638,8 @@ class RedisColdTier:
         *,
         secret: str | bytes | None = None,
         ttl: int | None = None,
-        connections: int = 4,
-        deadline: float = 1.0,
+        connections: int = DEFAULT_CONNECTIONS,
+        deadline: float = DEFAULT_DEADLINE,
         value_bytes: int = DEFAULT_VALUE_BYTES,
         connect_timeout: float = 2.0,
     ) -> None:
@@ -708,7 +712,7 @@ class RedisColdTier:
         """Write one record per hash, replacing what is there and starting its TTL anew."""
         began, until = self._begin(deadline)
         check_key(space, hashes)
-        views = _byte_views("payloads", payloads, len(hashes), writable=False)
+        views = byte_views("payloads", payloads, len(hashes), writable=False)
         blocks: list[list[_Operation]] = []
         for prefix_hash, view in zip(hashes, views, strict=True):
             key, slot = self._place(space, prefix_hash)
@@ -729,7 +733,7 @@ class RedisColdTier:
             )
         self._carry_out([operation for block in blocks for operation in block], until)
         status = np.fromiter((_worst(block) for block in blocks), np.uint8, len(blocks))
-        self._count("put", status, views, began)
+        self.stats.count_put(status, views, time.monotonic() - began)
         return status
 
     def get(
@@ -742,7 +746,7 @@ class RedisColdTier:
         """Read each payload into its buffer, verified."""
         began, until = self._begin(deadline)
         check_key(space, hashes)
-        views = _byte_views("into", into, len(hashes), writable=True)
+        views = byte_views("into", into, len(hashes), writable=True)
         blocks: list[list[_Get]] = []
         for prefix_hash, view in zip(hashes, views, strict=True):
             key, slot = self._place(space, prefix_hash)
@@ -771,7 +775,7 @@ class RedisColdTier:
                 # The first part stands for the record in `contains`; without the others it never will verify.
                 unsound.append(block[0])
         self._delete_unsound(unsound, until)
-        self._count("get", status, views, began)
+        self.stats.count_get(status, views, time.monotonic() - began)
         return status
 
     def contains(
@@ -1037,22 +1041,6 @@ class RedisColdTier:
                 numbers=True,
             )
 
-    def _count(self, what: str, status: StatusArray, views: list[memoryview], began: float) -> None:
-        done = np.flatnonzero(status == _OK)
-        moved = sum(len(views[index]) for index in done)
-        seconds = time.monotonic() - began
-        stats = self.stats
-        with stats.lock:
-            if what == "put":
-                stats.puts += len(done)
-                stats.put_bytes += moved
-                stats.put_seconds += seconds
-            else:
-                stats.gets += len(done)
-                stats.get_bytes += moved
-                stats.get_seconds += seconds
-        stats.count(status)
-
 
 def _pump(wire: Wire, queue: deque[_Operation], flight: deque[_Operation], share: int) -> None:
     """Work a queue off over one connection, with a bounded number of values and bytes in flight."""
@@ -1109,16 +1097,3 @@ def _worst(operations: Sequence[_Operation]) -> ColdStatus:
     """What became of a block, from what became of its parts."""
     states = {operation.status for operation in operations}
     return next((status for status in _SEVERITY if status in states), _OK)
-
-
-def _byte_views(name: str, buffers: Sequence[memoryview], count: int, *, writable: bool) -> list[memoryview]:
-    """Flat byte views, or `ConfigError` where a buffer is not what was asked for."""
-    if len(buffers) != count:
-        raise ConfigError(name, f"{len(buffers)} buffers for {count} hashes")
-    views = []
-    for buffer in buffers:
-        view = memoryview(buffer)
-        if not view.c_contiguous or (writable and view.readonly):
-            raise ConfigError(name, "must be contiguous" + (" and writable" if writable else ""))
-        views.append(view.cast("B"))
-    return views

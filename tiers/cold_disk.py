@@ -1,0 +1,505 @@
+"""The cold tier on a local disk: a file a record, in 256 folders, renamed into place when whole.
+
+Plain files were chosen over LMDB by measurement (`benchmarks/cold_disk.py`).
+
+What a put acknowledged survives the death of the process at any moment. A loss of power may cost the records
+written shortly before it (they are then short, or hold other bytes, and are found so when they are read),
+unless `fsync` is set.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .cold import ColdStats, ColdStatus, StatusArray, byte_views
+from .errors import CapacityError, ClosedError, ConfigError, IntegrityError
+from .record import HEADER_BYTES, NOTE_SPACE, Part, RecordCodec, Verdict, check_key, note_hash
+
+__all__ = ["DEFAULT_DEADLINE", "DiskColdTier"]
+
+DEFAULT_DEADLINE: Final = 5.0
+"""Seconds."""
+
+_SETTING: Final = "cold.path"
+_MARKER: Final = "kvpager-cold"
+_LOCK: Final = "kvpager-cold.lock"
+_FORMAT: Final = "kvpager cold tier on disk, format 1\n"
+_RECORD_NAME: Final = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{12}")
+_UNFINISHED_SUFFIX: Final = ".unfinished"
+_UNFINISHED_NAME: Final = re.compile(r"[0-9]+\.unfinished")
+_FILE_LIMIT: Final = (1 << 32) - 1
+_NOTE_LIMIT: Final = 4 << 20
+_GRAIN: Final = 4096
+_LANES: Final = 4
+_TOUCH_SECONDS: Final = 60.0
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A record that is there: what it takes of the capacity, and who reads it just now."""
+
+    room: int
+    touched: float
+    readers: int = 0
+
+
+class DiskColdTier:
+    """Blocks in files under a folder of their own. Safe from any number of threads of one process.
+
+    Args:
+        path: the folder; made where it is missing. Files in it that are not the tier's are left alone.
+        capacity_bytes: most bytes of records, rounded up to 4 KiB each. Before exceeding it, the tier drops
+            the records least recently written or read.
+        secret: seal payloads (`RecordCodec`). Records sealed with another secret stay until dropped for room.
+        fsync: force each record and its name to the disk before it is acknowledged.
+        deadline: seconds that a call may take where it does not say. Looked at between records: a single
+            read or write that the disk itself holds up cannot be broken off.
+
+    Raises:
+        ConfigError: the folder cannot be used, is in use by another opener, or holds another format; the
+            capacity or the secret is out of range.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        capacity_bytes: int,
+        secret: str | bytes | None = None,
+        fsync: bool = False,
+        deadline: float = DEFAULT_DEADLINE,
+    ) -> None:
+        if not isinstance(capacity_bytes, int) or capacity_bytes < _GRAIN:
+            raise ConfigError(
+                "cold.capacity_bytes", f"must be a number of bytes from 4096, got {capacity_bytes!r}"
+            )
+        if not 0 < deadline <= 3600:
+            raise ConfigError("cold.deadline", f"must be a positive number of seconds, got {deadline!r}")
+        self._codec = RecordCodec(secret, value_bytes=_FILE_LIMIT)
+        self._root = Path(path)
+        self._capacity = capacity_bytes
+        self._fsync = fsync
+        self._deadline = deadline
+        self.stats = ColdStats()
+        self._lock = threading.Lock()
+        self._index: OrderedDict[str, _Entry] = OrderedDict()
+        self._used = 0
+        self._pending = 0
+        self._serial = 0
+        self._closed = False
+        self._lock_file = -1
+        try:
+            self._open()
+        except OSError as error:
+            self._unlock()
+            raise ConfigError(_SETTING, f"{self._root} cannot be used: {error.strerror}") from error
+        except ConfigError:
+            self._unlock()
+            raise
+        self._pool = ThreadPoolExecutor(_LANES - 1, thread_name_prefix="kvpager-disk")
+
+    # Opening.
+
+    def _open(self) -> None:
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock_file = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(_SETTING, f"{self._root} is in use by another cold tier") from error
+        marker = self._root / _MARKER
+        try:
+            found = marker.read_text("utf-8", "replace")
+        except FileNotFoundError:
+            unfinished = marker.with_suffix(_UNFINISHED_SUFFIX)
+            unfinished.write_text(_FORMAT)
+            unfinished.rename(marker)
+        else:
+            if found != _FORMAT:
+                raise ConfigError(
+                    _SETTING,
+                    f"{self._root} holds another format ({found[:60].strip()!r}, "
+                    f"this version reads {_FORMAT.strip()!r}): use another folder",
+                )
+        found_records: list[tuple[float, str, int]] = []
+        for shard in range(256):
+            folder = self._root / f"{shard:02x}"
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with os.scandir(folder) as files:
+                for file in files:
+                    if _UNFINISHED_NAME.fullmatch(file.name):
+                        os.unlink(file.path)
+                    elif _RECORD_NAME.fullmatch(file.name) and file.is_file(follow_symlinks=False):
+                        about = file.stat(follow_symlinks=False)
+                        name = f"{shard:02x}/{file.name}"
+                        found_records.append((about.st_mtime, name, _room(about.st_size)))
+        # The time of the last change stands in for the order of use, which only memory keeps exactly.
+        for touched, name, room in sorted(found_records):
+            self._index[name] = _Entry(room, touched)
+            self._used += room
+        while self._used > self._capacity:
+            name, entry = self._index.popitem(last=False)
+            os.unlink(self._path(name))
+            self._used -= entry.room
+            self.stats.evicted += 1
+
+    def _unlock(self) -> None:
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
+
+    # The calls of ColdTier.
+
+    def put(
+        self,
+        space: bytes,
+        hashes: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        deadline: float | None = None,
+    ) -> StatusArray:
+        """Write one record per hash; one that is there already is only marked as used."""
+        began, until = self._begin(deadline)
+        check_key(space, hashes)
+        views = byte_views("payloads", payloads, len(hashes), writable=False)
+
+        def write(index: int) -> ColdStatus:
+            return self._put(space, hashes[index], views[index], replace=False)
+
+        status = self._each(len(hashes), write, until)
+        self.stats.count_put(status, views, time.monotonic() - began)
+        return status
+
+    def get(
+        self,
+        space: bytes,
+        hashes: Sequence[bytes],
+        into: Sequence[memoryview],
+        deadline: float | None = None,
+    ) -> StatusArray:
+        """Read each payload into its buffer, verified. A record that does not verify is removed."""
+        began, until = self._begin(deadline)
+        check_key(space, hashes)
+        views = byte_views("into", into, len(hashes), writable=True)
+
+        def read(index: int) -> ColdStatus:
+            return self._get(space, hashes[index], views[index])
+
+        status = self._each(len(hashes), read, until)
+        self.stats.count_get(status, views, time.monotonic() - began)
+        return status
+
+    def contains(
+        self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """Which hashes have a record, from memory."""
+        self._begin(deadline)
+        check_key(space, hashes)
+        names = [self._name(space, prefix_hash) for prefix_hash in hashes]
+        with self._lock:
+            return np.fromiter((name in self._index for name in names), np.bool_, len(names))
+
+    def delete(self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None) -> int:
+        """Remove records; returns how many were there."""
+        _, until = self._begin(deadline)
+        check_key(space, hashes)
+        removed = 0
+        for prefix_hash in hashes:
+            if time.monotonic() >= until:
+                break
+            with self._lock:
+                removed += self._remove(self._name(space, prefix_hash))
+        return removed
+
+    def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> ColdStatus:
+        """Keep a small named record of at most 4 MiB.
+
+        Raises:
+            CapacityError: the note is larger.
+        """
+        self._begin(deadline)
+        if len(value) > _NOTE_LIMIT:
+            raise CapacityError(f"a note of {len(value)} bytes, more than {_NOTE_LIMIT}")
+        status = self._put(NOTE_SPACE, note_hash(name), memoryview(value), replace=True)
+        self.stats.count(np.array([status], np.uint8))
+        return status
+
+    def get_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
+        """Read a named record."""
+        self._begin(deadline)
+        prefix_hash = note_hash(name)
+        try:
+            size = os.stat(self._path(self._name(NOTE_SPACE, prefix_hash))).st_size - HEADER_BYTES
+        except OSError:
+            size = 0  # then reading it says what is wrong
+        value = bytearray(min(max(size, 0), _NOTE_LIMIT))
+        status = self._get(NOTE_SPACE, prefix_hash, memoryview(value))
+        self.stats.count(np.array([status], np.uint8))
+        return status, bytes(value) if status == ColdStatus.OK else b""
+
+    def delete_note(self, name: bytes, deadline: float | None = None) -> bool:
+        """Remove a named record; returns whether it was there."""
+        self._begin(deadline)
+        with self._lock:
+            return self._remove(self._name(NOTE_SPACE, note_hash(name)))
+
+    def used_bytes(self) -> int | None:
+        """Bytes of all records, rounded up to 4 KiB each."""
+        with self._lock:
+            return self._used
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` if index, sizes, capacity and files do not agree."""
+        with self._lock:
+            total = sum(entry.room for entry in self._index.values())
+            if total + self._pending != self._used:
+                raise IntegrityError(
+                    f"{self._used} bytes counted, {total} indexed and {self._pending} being written"
+                )
+            if self._used > self._capacity:
+                raise IntegrityError(f"{self._used} bytes used of {self._capacity}")
+            if any(entry.readers < 0 for entry in self._index.values()):
+                raise IntegrityError("a record has fewer than no readers")
+            missing = [name for name in self._index if not os.path.exists(self._path(name))]
+            if missing:
+                raise IntegrityError(f"{len(missing)} records are indexed and have no file: {missing[0]}")
+
+    def close(self) -> None:
+        """Wait for calls under way, and let another opener in. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._pool.shutdown(wait=True)
+        self._unlock()
+
+    # How calls are carried out.
+
+    def _begin(self, deadline: float | None) -> tuple[float, float]:
+        if self._closed:
+            raise ClosedError("the cold tier is closed")
+        now = time.monotonic()
+        return now, now + (self._deadline if deadline is None else deadline)
+
+    def _each(self, count: int, work: Callable[[int], ColdStatus], until: float) -> StatusArray:
+        """Do the work for every index, on a few threads so that the disk has several requests to serve."""
+        status = np.full(count, ColdStatus.LATE, np.uint8)
+        left = deque(range(count))
+
+        def lane() -> None:
+            while time.monotonic() < until:
+                try:
+                    index = left.popleft()
+                except IndexError:
+                    return
+                status[index] = work(index)
+
+        others = [self._submit(lane) for _ in range(min(_LANES, count) - 1)]
+        lane()
+        for other in others:
+            if not other.cancel():
+                other.result()
+        return status
+
+    def _submit(self, lane: Callable[[], None]) -> Future[None]:
+        try:
+            return self._pool.submit(lane)
+        except RuntimeError as error:
+            raise ClosedError("the cold tier is closed") from error
+
+    def _name(self, space: bytes, prefix_hash: bytes) -> str:
+        digits = prefix_hash.hex()
+        return f"{digits[:2]}/{space.hex()}{digits}.{self._codec.key_id}"
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _put(self, space: bytes, prefix_hash: bytes, payload: memoryview, *, replace: bool) -> ColdStatus:
+        name = self._name(space, prefix_hash)
+        size = HEADER_BYTES + len(payload)
+        if size > _FILE_LIMIT:
+            return ColdStatus.FULL
+        with self._lock:
+            entry = self._index.get(name)
+            if entry is not None and not replace:
+                self._touch(name, entry)
+                return ColdStatus.OK
+            try:
+                unfinished = self._make_room(_room(size), name)
+            except OSError as error:
+                return _status_of(error)
+            if unfinished is None:
+                return ColdStatus.FULL
+        try:
+            (part,) = self._codec.split(space, prefix_hash, len(payload))
+            header, body = self._codec.encode(part, payload, self._codec.new_write_id())
+            self._write(unfinished, header, body)
+            with self._lock:
+                os.rename(unfinished, self._path(name))
+                replaced = self._index.pop(name, None)
+                self._used -= replaced.room if replaced is not None else 0
+                self._pending -= _room(size)
+                self._index[name] = _Entry(_room(size), time.time())
+        except OSError as error:
+            with suppress(FileNotFoundError):
+                os.unlink(unfinished)
+            with self._lock:
+                self._used -= _room(size)
+                self._pending -= _room(size)
+            return _status_of(error)
+        if self._fsync:
+            try:
+                _sync_folder(os.path.dirname(self._path(name)))
+            except OSError as error:
+                return _status_of(error)
+        return ColdStatus.OK
+
+    def _make_room(self, need: int, name: str) -> str | None:
+        """Count `need` bytes as used, dropping records for it, and name the file to write; None: no room.
+
+        Called under the lock. Where a record is dropped, its file is handed on: writing over blocks and
+        cached pages that are there takes half the time of getting new ones.
+        """
+        if need > self._capacity:
+            return None
+        self._serial += 1
+        unfinished = self._path(f"{name[:2]}/{self._serial}{_UNFINISHED_SUFFIX}")
+        handed_on = False
+        while self._used + need > self._capacity:
+            victim = next((each for each, entry in self._index.items() if not entry.readers), None)
+            if victim is None:  # all that is left is being read or written
+                if handed_on:
+                    os.unlink(unfinished)
+                return None
+            with suppress(FileNotFoundError):
+                if handed_on:
+                    os.unlink(self._path(victim))
+                else:
+                    os.rename(self._path(victim), unfinished)
+                    handed_on = True
+            self._used -= self._index.pop(victim).room
+            with self.stats.lock:
+                self.stats.evicted += 1
+        self._used += need
+        self._pending += need
+        return unfinished
+
+    def _write(self, path: str, header: bytes, body: memoryview) -> None:
+        with _opened(path, os.O_WRONLY | os.O_CREAT) as file:
+            size = HEADER_BYTES + len(body)
+            done = os.pwritev(file, [header, body], 0)
+            while done < size:
+                if done < HEADER_BYTES:
+                    done += os.pwritev(file, [header[done:], body], done)
+                else:
+                    done += os.pwritev(file, [body[done - HEADER_BYTES :]], done)
+            os.ftruncate(file, size)
+            if self._fsync:
+                os.fsync(file)
+
+    def _get(self, space: bytes, prefix_hash: bytes, into: memoryview) -> ColdStatus:
+        name = self._name(space, prefix_hash)
+        with self._lock:
+            entry = self._index.get(name)
+            if entry is None:
+                return ColdStatus.MISS
+            # While it is read it is not dropped, and so its file is not written over.
+            entry.readers += 1
+            self._touch(name, entry)
+        useless = False
+        try:
+            (part,) = self._codec.split(space, prefix_hash, len(into))
+            status, useless = self._read(self._path(name), part, into)
+        except FileNotFoundError:
+            status, useless = ColdStatus.MISS, True
+        except OSError:
+            status = ColdStatus.UNAVAILABLE
+        finally:
+            with self._lock:
+                entry.readers -= 1
+                if useless and self._index.get(name) is entry:
+                    self._remove(name)
+        return status
+
+    def _read(self, path: str, part: Part, into: memoryview) -> tuple[ColdStatus, bool]:
+        """The status of a record, and whether it is good for nothing and to be removed."""
+        with _opened(path, os.O_RDONLY) as file:
+            stored = os.fstat(file).st_size
+            if stored != HEADER_BYTES + part.size:
+                header = os.pread(file, HEADER_BYTES, 0)
+                sound = (
+                    self._codec.stored_parts(header) is not None
+                    and self._codec.judge_size(header, stored) is Verdict.FOREIGN
+                )
+                return ColdStatus.CORRUPT, not sound
+            head = bytearray(HEADER_BYTES)
+            done = os.preadv(file, [head, into], 0)
+            while 0 < done < stored:
+                if done < HEADER_BYTES:
+                    more = os.preadv(file, [memoryview(head)[done:], into], done)
+                else:
+                    more = os.preadv(file, [into[done - HEADER_BYTES :]], done)
+                if not more:
+                    return ColdStatus.CORRUPT, True
+                done += more
+            verdict, _ = self._codec.decode(part, head, into)
+            sound = verdict is Verdict.OK
+            return ColdStatus.OK if sound else ColdStatus.CORRUPT, not sound
+
+    def _touch(self, name: str, entry: _Entry) -> None:
+        """Mark as just used; called under the lock. The file's time follows a minute behind at most."""
+        self._index.move_to_end(name)
+        now = time.time()
+        if now - entry.touched > _TOUCH_SECONDS:
+            entry.touched = now
+            with suppress(OSError):  # only the order after a restart depends on it
+                os.utime(self._path(name), (now, now))
+
+    def _remove(self, name: str) -> bool:
+        """Take a record away; called under the lock."""
+        entry = self._index.pop(name, None)
+        if entry is None:
+            return False
+        self._used -= entry.room
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+        return True
+
+
+def _room(size: int) -> int:
+    return -(-size // _GRAIN) * _GRAIN
+
+
+def _status_of(error: OSError) -> ColdStatus:
+    return ColdStatus.FULL if error.errno in _NO_ROOM else ColdStatus.UNAVAILABLE
+
+
+@contextmanager
+def _opened(path: str, flags: int) -> Iterator[int]:
+    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _sync_folder(path: str) -> None:
+    with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
+        os.fsync(folder)
