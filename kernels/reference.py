@@ -61,6 +61,8 @@ class AttentionPlan:
         span: the memory that the blocks lie in; None where no sequence has a token.
         slices: for each sequence int64 [2, kv_heads, blocks], where the slice (plane, head) of each block
             begins in layer 0, in units of 128 bytes from the span's base.
+        chunk_order: int64 [block_size * chunks], where each 16-byte chunk of a slice, in order, is stored in
+            it; None where rows are stored as they are.
         installs: int64 [3, n] of the words tagged *install*: row and column in the table, and where the
             block begins, in units of 128 bytes from the span's base.
     """
@@ -70,6 +72,7 @@ class AttentionPlan:
     lengths: tuple[int, ...]
     span: Span | None
     slices: tuple[torch.Tensor, ...]
+    chunk_order: torch.Tensor | None
     installs: torch.Tensor
 
 
@@ -352,7 +355,7 @@ def _attention_plan(
     words = block_table[used]
     if not words.numel():
         installs = torch.empty((3, 0), dtype=torch.int64, device=device)
-        return AttentionPlan(layout, tuple(query_bounds), tuple(lengths), None, (), installs)
+        return AttentionPlan(layout, tuple(query_bounds), tuple(lengths), None, (), None, installs)
     if bool((words & (_TAG_BITS & ~(_FAR | _INSTALL))).any()):
         raise KernelError("block_table has words whose element encoding the reference does not read")
     blocks = _clean(words, "block_table")
@@ -362,7 +365,8 @@ def _attention_plan(
     installs = torch.cat((used.nonzero()[tagged].t(), starts[tagged][None]))
     offsets = _slice_offsets(layout, SLICE_ALIGNMENT, device)[:, :, None]
     slices = tuple(part + offsets for part in torch.split(starts, counts))
-    return AttentionPlan(layout, tuple(query_bounds), tuple(lengths), span, slices, installs)
+    order = _stored_chunks(layout, device) if layout.swizzled else None
+    return AttentionPlan(layout, tuple(query_bounds), tuple(lengths), span, slices, order, installs)
 
 
 def _attention(
@@ -398,8 +402,12 @@ def _attention(
     if plan.installs.shape[1]:
         _install(block_table, layer, layout, plan, install)
 
-    unswizzle = _unswizzled_chunks(layout, q.device) if layout.swizzled else None
-    factor = layout.head_dim**-0.5 if scale is None else scale
+    # The query heads of one KV head become rows of one matrix, so that keys are not repeated for them.
+    grouped = (q_heads // layout.num_kv_heads, layout.head_dim)
+    queries = q.float() * (layout.head_dim**-0.5 if scale is None else scale)
+    queries = queries.view(-1, layout.num_kv_heads, *grouped)
+    results = out.view(-1, layout.num_kv_heads, *grouped)
+    order = plan.chunk_order
     for seq, (start, stop) in enumerate(itertools.pairwise(plan.query_bounds)):
         length = plan.lengths[seq]
         if start == stop:
@@ -414,36 +422,38 @@ def _attention(
         skipped = 0 if window is None else max(0, first - window + 1) // layout.block_size
         source = plan.span.rows(layout.block_size * layout.head_dim, layer * layout.page_bytes)
         kv = source.index_select(0, plan.slices[seq][:, :, skipped:].flatten())
-        if unswizzle is not None:
-            kv = kv.view(kv.shape[0], unswizzle.shape[0], -1).index_select(1, unswizzle)
+        if order is not None:
+            kv = kv.view(kv.shape[0], order.shape[0], -1).index_select(1, order)
         hidden = skipped * layout.block_size
         # Rows beyond the length are whatever the memory holds; they are cut off before any arithmetic.
         keys, values = kv.view(2, layout.num_kv_heads, -1, layout.head_dim)[:, :, : length - hidden].float()
-        _attend(q[start:stop], keys, values, first - hidden, factor, window, out[start:stop], some_lse)
+        _attend(queries[start:stop], keys, values, first - hidden, window, results[start:stop], some_lse)
     return out
 
 
 def _attend(
-    q: torch.Tensor,
+    queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     first: int,
-    scale: float,
     window: int | None,
-    out: torch.Tensor,
+    results: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Queries [n, q_heads, dim], the first at position `first` of the keys [kv_heads, tokens, dim].
+    """Causal attention of one sequence.
 
-    The query heads of one KV head are rows of one matrix, so that keys are not repeated for them.
+    Args:
+        queries: float32 [n, kv_heads, group, dim], scaled; the first is at position `first` of the keys.
+        keys, values: float32 [kv_heads, tokens, dim].
+        window: tokens that a query sees, or None.
+        results: [n, kv_heads, group, dim], written.
+        lse: float32 [n, kv_heads * group], written, or None.
     """
     kv_heads, _, dim = keys.shape
-    group = q.shape[1] // kv_heads
-    grouped = q.view(-1, kv_heads, group, dim).permute(1, 2, 0, 3)
-    result = out.view(-1, kv_heads, group, dim).permute(1, 2, 0, 3)
-    for tile in range(0, q.shape[0], _QUERY_TILE):
-        rows = grouped[:, :, tile : tile + _QUERY_TILE].float() * scale
-        count = rows.shape[2]
+    queries, results = queries.permute(1, 2, 0, 3), results.permute(1, 2, 0, 3)
+    for tile in range(0, queries.shape[2], _QUERY_TILE):
+        rows = queries[:, :, tile : tile + _QUERY_TILE]
+        group, count = rows.shape[1:3]
         position = first + tile
         stop = position + count
         unseen = 0 if window is None else position - window + 1
@@ -451,15 +461,14 @@ def _attend(
         scores = torch.bmm(rows.reshape(kv_heads, group * count, dim), keys[:, begin:stop].transpose(1, 2))
         if count > 1:
             masked = scores.view(kv_heads, group, count, stop - begin)
-            every = torch.ones((count, count), dtype=torch.bool, device=q.device)
+            every = torch.ones((count, count), dtype=torch.bool, device=scores.device)
             masked[..., -count:].masked_fill_(every.triu(1), -math.inf)
             if window is not None:
                 masked[..., :count].masked_fill_(every.tril(unseen - begin - 1), -math.inf)
         if lse is not None:
-            sums = scores.logsumexp(-1).view(kv_heads * group, count)
-            lse[tile : tile + count] = sums.t()
+            lse[tile : tile + count] = scores.logsumexp(-1).view(kv_heads * group, count).t()
         weighted = torch.bmm(scores.softmax(-1), values[:, begin:stop])
-        result[:, :, tile : tile + count] = weighted.view(kv_heads, group, count, dim)
+        results[:, :, tile : tile + count] = weighted.view(kv_heads, group, count, dim)
 
 
 def _install(
@@ -492,7 +501,7 @@ def _slice_offsets(layout: KVLayout, unit_bytes: int, device: torch.device) -> t
     return torch.arange(0, 2 * layout.num_kv_heads * step, step, device=device).view(2, layout.num_kv_heads)
 
 
-def _unswizzled_chunks(layout: KVLayout, device: torch.device) -> torch.Tensor:
+def _stored_chunks(layout: KVLayout, device: torch.device) -> torch.Tensor:
     """int64 [block_size * chunks]: where each 16-byte chunk of a slice, in order, is stored in it."""
     chunks = layout.row_bytes // _CHUNK_BYTES
     rows = torch.arange(layout.block_size, device=device)[:, None]
