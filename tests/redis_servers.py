@@ -45,16 +45,15 @@ class RedisServer:
     Args:
         folder: where its socket and log go.
         options: further command line options, such as ``"--maxmemory", "64mb"``.
-        port: TCP port; a free one where None. 0 with TLS options, which name their own.
+        tls: its TCP port speaks TLS.
         password: what `client` authenticates with.
     """
 
-    def __init__(
-        self, folder: Path, *options: str, port: int | None = None, password: str | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *options: str, tls: bool = False, password: str | None = None) -> None:
         self._binary = require_redis()
         self.folder = folder
-        self.port = free_port() if port is None else port
+        self.port = free_port()
+        self._tls = tls
         self.socket_path = folder / f"redis-{self.port}.sock"
         self._options = options
         self._password = password
@@ -76,7 +75,9 @@ class RedisServer:
 
     def start(self) -> None:
         """Start the process and wait until it answers."""
-        command = [self._binary, "--bind", "127.0.0.1", "--port", str(self.port), "--save", ""]
+        command = [self._binary, "--bind", "127.0.0.1", "--save", ""]
+        command += ["--port", "0", "--tls-port"] if self._tls else ["--port"]
+        command += [str(self.port)]
         command += ["--appendonly", "no", "--dir", str(self.folder), "--unixsocket", str(self.socket_path)]
         log = self.folder / f"redis-{self.port}.log"
         self._process = subprocess.Popen(
@@ -164,11 +165,8 @@ def _bus_port(server: RedisServer) -> int:
 
 def _cluster_is_whole(server: RedisServer) -> bool:
     with server.client() as client:
-        info = client.execute_command("CLUSTER", "INFO")
-    text = (
-        info if isinstance(info, dict) else dict(line.split(":", 1) for line in info.decode().split("\r\n"))
-    )
-    return bool(text["cluster_state"] == "ok" and int(text["cluster_known_nodes"]) == 3)
+        info = client.execute_command("CLUSTER INFO")
+    return bool(info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "3")
 
 
 class TLSFiles:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -589,10 +589,7 @@ class _Address:
                 f"got {parts.scheme + '://' if parts.scheme else url[:40]!r}",
             )
         try:
-            plain = urlunsplit(parts._replace(scheme=scheme))
-            if scheme == "unix":
-                plain = plain.replace("unix:/", "unix:///", 1) if "://" not in plain else plain
-            options = dict(parse_url(plain))  # type: ignore[no-untyped-call]
+            options = dict(parse_url(scheme + url[len(parts.scheme) :]))  # type: ignore[no-untyped-call]
             for name in ("max_connections", "timeout", "decode_responses", "protocol", "parser_class"):
                 if name in options:
                     raise ConfigError(_SETTING, f"{name} cannot be set in the URL")
