@@ -70,7 +70,7 @@ class ChainIdentity:
         salt: KV is shared only between requests of the same salt; empty for the usual.
 
     Raises:
-        ConfigError: `model` is empty.
+        ConfigError: `model` is empty, or `epoch` out of range.
     """
 
     model: bytes
@@ -82,6 +82,8 @@ class ChainIdentity:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model", "must be a content digest of the weights, not empty")
+        if not 0 <= self.epoch < 1 << 64:
+            raise ConfigError("epoch", f"must be from 0 to 2**64 - 1, got {self.epoch!r}")
 
     @property
     def root(self) -> bytes:

@@ -46,6 +46,7 @@ from ..tiers.pinned import PinnedArena
 from .events import EventKind, EventStream, Listener
 from .hashing import HASH_BYTES, Tokens, hash_blocks, space_id
 from .policy import EvictionPolicy, Ids, make_policy
+from .pool import first_generations
 
 __all__ = ["ColdLoad", "HostSpace", "HostStats", "HostStore", "Lease", "Reservation", "ReserveStatus"]
 
@@ -469,7 +470,7 @@ class HostSpace:
         self._index: dict[bytes, int] = {}
         self._pending: dict[bytes, int] = {}
         self._state = np.zeros(capacity, dtype=np.uint8)
-        self._generations = np.zeros(capacity, dtype=np.int64)
+        self._generations = first_generations(capacity)
         self._leases = np.zeros(capacity, dtype=np.int32)
         self._pins = np.zeros(capacity, dtype=np.int32)
         self._in_cold = np.zeros(capacity, dtype=np.bool_)

@@ -7,6 +7,7 @@ microseconds a call and wins only on batches of thousands.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,7 +17,15 @@ from ..tiers.arena import SlotAllocator
 from ..tiers.errors import CapacityError, IntegrityError
 from .policy import EvictionPolicy, Ids
 
-__all__ = ["BlockPool"]
+__all__ = ["BlockPool", "first_generations"]
+
+
+def first_generations(capacity: int) -> npt.NDArray[np.int64]:
+    """Generations to start from, int64 [capacity]: a random positive number.
+
+    So a handle that was remembered from another store, or from before a restart, names nothing in this one.
+    """
+    return np.full(capacity, secrets.randbits(62) + 1, dtype=np.int64)
 
 
 class BlockPool:
@@ -39,7 +48,7 @@ class BlockPool:
     ) -> None:
         capacity = slots.capacity
         self.refs = np.zeros(capacity, dtype=np.int32)
-        self.generations = np.zeros(capacity, dtype=np.int64)
+        self.generations = first_generations(capacity)
         """Raised whenever a block is freed, so that a remembered id can be checked."""
         self.host_slots = np.zeros(capacity, dtype=np.int32)
         self.host_generations = np.zeros(capacity, dtype=np.int64)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvpager.kvstore.policy import LRUPolicy, make_policy
+from kvpager.tiers.errors import ConfigError, IntegrityError
+
+
+def ids(*numbers: int) -> npt.NDArray[np.int32]:
+    return np.array(numbers, dtype=np.int32)
+
+
+batch = st.lists(st.integers(0, 19), unique=True, max_size=12)
+operation = st.one_of(
+    st.tuples(st.just("insert"), batch),
+    st.tuples(st.just("remove"), batch),
+    st.tuples(st.just("coldest"), st.integers(0, 25)),
+    st.tuples(st.just("evict"), st.integers(0, 25)),
+)
+
+
+@given(operations=st.lists(operation, max_size=60), capacity=st.sampled_from((0, 20)))
+@settings(max_examples=150, deadline=None)
+def test_lru_does_what_an_ordered_dictionary_does(
+    operations: list[tuple[str, list[int] | int]], capacity: int
+) -> None:
+    policy = LRUPolicy(capacity)
+    policy.resize(20)
+    model: OrderedDict[int, None] = OrderedDict()
+    for name, argument in operations:
+        if isinstance(argument, list):
+            getattr(policy, name)(ids(*argument))
+            for one in argument:
+                model.pop(one, None)
+                if name == "insert":
+                    model[one] = None
+        else:
+            expected = list(model)[:argument]
+            assert getattr(policy, name)(argument).tolist() == expected
+            if name == "evict":
+                for one in expected:
+                    del model[one]
+        policy.check_integrity()
+        assert len(policy) == len(model)
+    assert policy.evict(100).tolist() == list(model)
+
+
+def test_what_is_used_again_goes_last() -> None:
+    policy = LRUPolicy(4)
+    policy.insert(ids(0, 1, 2, 3))
+    policy.insert(ids(1))
+    policy.remove(ids(2))
+    assert policy.coldest(9).tolist() == [0, 3, 1]
+    assert policy.evict(2).tolist() == [0, 3]
+    assert policy.evict(2).tolist() == [1]
+    assert policy.evict(2).tolist() == []
+
+
+def test_many_touches_leave_the_log_short() -> None:
+    policy = LRUPolicy(256)
+    policy.insert(np.arange(256, dtype=np.int32))
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        policy.insert(rng.permutation(256)[:32].astype(np.int32))
+    assert len(policy._log) <= 8 * 256
+    policy.check_integrity()
+
+
+def test_looking_at_the_coldest_passes_what_was_superseded_only_once() -> None:
+    policy = LRUPolicy(10_000)
+    policy.insert(np.arange(10_000, dtype=np.int32))
+    policy.insert(np.arange(1, 10_000, dtype=np.int32))
+    assert policy.coldest(3).tolist() == [0, 1, 2]
+    assert policy._log[policy._head : policy._head + 3].tolist() == [0, 1, 2]
+    policy.check_integrity()
+    assert policy.coldest(10_000).tolist() == list(range(10_000))
+
+
+def test_lru_says_so_when_its_books_disagree() -> None:
+    policy = LRUPolicy(4)
+    policy.insert(ids(0, 1))
+    policy._count = 3
+    with pytest.raises(IntegrityError, match="lru"):
+        policy.check_integrity()
+    with pytest.raises(IntegrityError, match="lru"):
+        policy.evict(3)
+
+
+def test_policies_are_made_by_name_and_an_unknown_one_is_named() -> None:
+    assert isinstance(make_policy("lru", 4), LRUPolicy)
+    with pytest.raises(ConfigError, match=r"policy: must be one of .*lru.*, got 'mru'"):
+        make_policy("mru", 4)
