@@ -259,6 +259,8 @@ class _GGUF:
         return values.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
 
     def tokenizer(self) -> Any:
+        if "tokenizer.ggml.tokens" not in self._fields:
+            return None
         path = self.paths[0]
         return transformers.AutoTokenizer.from_pretrained(
             path.parent, gguf_file=path.name, local_files_only=True

@@ -6,11 +6,12 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
 
-__all__ = ["TINY_KINDS", "require_smollm2", "save_tiny_model"]
+__all__ = ["TINY_KINDS", "require_smollm2", "save_as_gguf", "save_tiny_model"]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 199,
@@ -76,6 +77,7 @@ TINY_KINDS: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "qwen3-tied": {"num_attention_heads": 6, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3-biased": {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -99,6 +101,45 @@ def save_tiny_model(kind: str, folder: Path, *, seed: int = 0, **save_options: A
                 parameter.add_(torch.randn(parameter.shape) * 0.3)
     model.eval().save_pretrained(folder, **save_options)
     return model
+
+
+def save_as_gguf(model: Any, path: Path) -> None:
+    """Write a model of transformers as the converter of llama.cpp does, without a tokenizer."""
+    config, family = model.config, model.config.model_type
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer: Any = gguf.GGUFWriter(path, family)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_eos_token_id(config.eos_token_id)
+    rope = config.rope_parameters
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        plain = rope["rope_theta"] ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if family == "llama" and (".q_proj." in name or ".k_proj." in name):
+            count = heads if ".q_proj." in name else kv_heads
+            tensor = tensor.view(count, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def require_smollm2() -> Path:

@@ -18,7 +18,7 @@ from kvpager.kernels import token_slots
 from kvpager.tiers.errors import ConfigError, ModelError, RequestError
 from kvpager.tiers.layout import KVLayout
 
-from .model_files import TINY_KINDS, require_smollm2, save_tiny_model
+from .model_files import TINY_KINDS, require_smollm2, save_as_gguf, save_tiny_model
 
 
 class Sequences:
@@ -227,6 +227,24 @@ def test_shards_and_a_single_file_hold_the_same_model(tmp_path: Path) -> None:
     next((tmp_path / "many").glob("*.safetensors")).unlink()
     with pytest.raises(ModelError, match=r"has no model-0.*\.safetensors"):
         load_model(tmp_path / "many")
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama-llama3-rope", "llama-linear-rope", "qwen2-yarn", "qwen3", "qwen3-tied"]
+)
+def test_a_gguf_file_holds_the_same_model(kind: str, tmp_path: Path) -> None:
+    reference = save_tiny_model(kind, tmp_path)
+    save_as_gguf(reference, tmp_path / "model.gguf")
+    published, converted = load_model(tmp_path), load_model(tmp_path / "model.gguf")
+    assert converted.eos_ids == {1}
+    assert converted.tokenizer is None
+    for name, parameter in published.model.named_parameters():
+        assert torch.equal(parameter, converted.model.get_parameter(name))
+    prompt = random_prompts([50], 199)[0]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    logits = Sequences(converted.model, converted.model.kv_layout(), 1, 50).step({}, {0: prompt})
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
 def test_eos_ids_come_from_the_generation_config(tmp_path: Path) -> None:
