@@ -620,10 +620,11 @@ class HostSpace:
                 present = np.unique(slots[status == ReserveStatus.PRESENT])
                 self._take_leases(present)
                 granted = self._take_slots(len(wanted))
-                self._drop_leases(present)
                 self._short = len(wanted) - len(granted)
                 left = end - time.monotonic()
-                if len(granted) == len(wanted) or left <= 0 or not self._room_may_come():
+                waits = self._short > 0 and left > 0 and self._room_may_come()
+                self._drop_leases(present)
+                if not waits:
                     break
                 self._slots.free(granted)
                 store._changed.notify_all()
@@ -794,20 +795,28 @@ class HostSpace:
                 there = store.cold.contains(self.id, missing, store._cold_deadline)
                 missing = missing[: len(there) if there.all() else int(there.argmin())]
                 stride = max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)
-                for first in range(0, len(missing), stride):
-                    batch = missing[first : first + stride]
+                while missing:
+                    # Not further than to what is resident: it may have to make room for what comes first.
+                    batch = self._absent(missing[:stride])
                     load.loaded += self._load_batch(store.cold, batch)
                     self._wait_for_writers(batch, end)
                     # What came first must not make room for what comes last.
-                    lease = leases.enter_context(self._lease_resident(batch))
+                    lease = leases.enter_context(self._lease_resident(missing))
                     if len(lease) < len(batch):
                         return
+                    missing = missing[len(lease) :]
         except ClosedError:
             return
         except Exception as error:  # noqa: BLE001  whoever waits for the load is told
             load._error = error
         finally:
             load._finished.set()
+
+    def _absent(self, hashes: list[bytes]) -> list[bytes]:
+        """The leading blocks that are not resident. Takes the lock."""
+        with self.store._lock():
+            stop = next((at for at, name in enumerate(hashes) if name in self._index), None)
+        return hashes[:stop]
 
     def _load_batch(self, cold: ColdTier, hashes: list[bytes]) -> int:
         """Read blocks that are neither resident nor on their way; returns how many arrived."""

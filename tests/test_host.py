@@ -1,0 +1,739 @@
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kvpager.kvstore.events import BlockEvent, EventKind
+from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
+from kvpager.kvstore.host import HostSpace, HostStore, ReserveStatus
+from kvpager.tiers.cold import ColdStatus, StatusArray
+from kvpager.tiers.cold_disk import DiskColdTier
+from kvpager.tiers.errors import (
+    ClosedError,
+    ConfigError,
+    IntegrityError,
+    LayoutError,
+    StaleHandleError,
+)
+from kvpager.tiers.layout import KVLayout
+
+SMALL = KVLayout(1, 1, 32, block_size=4, dtype="float32")  # 1 KiB, four to an extent
+LARGE = KVLayout(1, 1, 32, block_size=8, dtype="float32")  # 2 KiB, two to an extent
+EXTENT = 4096
+
+
+class SlowDisk(DiskColdTier):
+    """A disk that waits, or refuses what it is given, when it is told to: no real one does on demand."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, capacity_bytes=16 << 20)
+        self.pause = 0.0
+        self.refuses = False
+        self.puts = 0
+
+    def put(
+        self,
+        space: bytes,
+        hashes: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        deadline: float | None = None,
+    ) -> StatusArray:
+        self.puts += 1
+        time.sleep(self.pause)
+        if self.refuses:
+            return np.full(len(hashes), ColdStatus.UNAVAILABLE, dtype=np.uint8)
+        return super().put(space, hashes, payloads, deadline)
+
+    def get(
+        self,
+        space: bytes,
+        hashes: Sequence[bytes],
+        into: Sequence[memoryview],
+        deadline: float | None = None,
+    ) -> StatusArray:
+        time.sleep(self.pause)
+        return super().get(space, hashes, into, deadline)
+
+
+@contextmanager
+def store(extents: int, cold: DiskColdTier | None = None, **settings: float) -> Iterator[HostStore]:
+    with HostStore(extents * EXTENT, cold=cold, extent_bytes=EXTENT, **settings) as host:
+        host.arena.wait_ready(extents)
+        yield host
+        host.check_integrity()
+
+
+def names(first: int, count: int) -> list[bytes]:
+    return [number.to_bytes(16, "little") for number in range(first, first + count)]
+
+
+def blocks(first: int, count: int, layout: KVLayout = SMALL) -> npt.NDArray[np.uint8]:
+    """Block ``n`` is full of ``n`` + 1."""
+    numbers = np.arange(first + 1, first + count + 1, dtype=np.uint8)
+    return np.repeat(numbers[:, None], layout.block_bytes, axis=1)
+
+
+def put(space: HostSpace, first: int, count: int, wait: float = 0.0) -> int:
+    return space.put(names(first, count), blocks(first, count, space.layout), wait=wait)
+
+
+def resident(space: HostSpace, first: int, count: int) -> list[int]:
+    """Which of these blocks are there, each with its own bytes."""
+    found = []
+    out = np.empty((1, space.layout.block_bytes), dtype=np.uint8)
+    for number in range(first, first + count):
+        if space.get(names(number, 1), out):
+            assert (out == number + 1).all()
+            found.append(number)
+    return found
+
+
+# Writing and finding
+
+
+def test_what_was_put_is_got_as_far_as_the_prefix_goes() -> None:
+    with store(2) as host:
+        space = host.space(SMALL)
+        assert put(space, 0, 3) == 3
+        assert put(space, 4, 1) == 1
+        out = np.zeros((5, SMALL.block_bytes), dtype=np.uint8)
+        assert space.get(names(0, 5), out) == 3
+        assert (out[:3] == blocks(0, 3)).all()
+        assert not out[3:].any()
+        assert (host.stats.matched, host.stats.missed, host.stats.committed) == (3, 2, 4)
+
+
+def test_rows_may_lie_apart_but_must_be_whole_blocks_of_bytes() -> None:
+    with store(2) as host:
+        space = host.space(SMALL)
+        apart = np.zeros((3, 2 * SMALL.block_bytes), dtype=np.uint8)
+        apart[:, : SMALL.block_bytes] = blocks(0, 3)
+        assert space.put(names(0, 3), apart[:, : SMALL.block_bytes]) == 3
+        assert resident(space, 0, 3) == [0, 1, 2]
+        for wrong in (
+            apart,
+            apart[:, ::2],
+            apart.view(np.int8)[:, : SMALL.block_bytes],
+            apart[:2, : SMALL.block_bytes],
+        ):
+            with pytest.raises(LayoutError, match="blocks must be uint8"):
+                space.put(names(3, 3), wrong)
+
+
+def test_nobody_finds_a_block_before_it_is_committed_or_after_it_was_aborted() -> None:
+    with store(2) as host:
+        space = host.space(SMALL)
+        with space.reserve(names(0, 3)) as reservation:
+            assert reservation.status.tolist() == [ReserveStatus.NEW] * 3
+            assert len(space.match(names(0, 3))) == 0
+            reservation.commit(np.array([0, 1]))
+            host.check_integrity()
+        assert len(space.match(names(0, 3))) == 2
+        assert space.reserve(names(2, 1)).status.tolist() == [ReserveStatus.NEW]
+
+
+def test_a_reservation_tells_what_is_new_present_pending_or_denied() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        put(space, 0, 1)
+        other = space.reserve(names(1, 1))
+        space.pin(names(0, 1))
+        asked = [*names(0, 4), names(2, 1)[0], *names(4, 1)]
+        reservation = space.reserve(asked)
+        assert reservation.status.tolist() == [
+            ReserveStatus.PRESENT,
+            ReserveStatus.PENDING,
+            ReserveStatus.NEW,
+            ReserveStatus.NEW,
+            ReserveStatus.PENDING,
+            ReserveStatus.DENIED,
+        ]
+        assert reservation.new.tolist() == [2, 3]
+        assert host.stats.denied == 1
+        with space.match(names(0, 1)) as lease:
+            assert reservation.slots[0] == lease.slots[0]
+            assert reservation.generations[0] == lease.generations[0]
+        reservation.abort()
+        other.abort()
+
+
+def test_making_room_never_evicts_what_the_same_reservation_found_present() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        put(space, 0, 4)
+        reservation = space.reserve([*names(0, 1), *names(10, 3)])
+        assert reservation.status.tolist() == [ReserveStatus.PRESENT, *[ReserveStatus.NEW] * 3]
+        assert resident(space, 0, 4) == [0]
+
+
+def test_hashes_of_another_length_are_refused_before_anything_is_taken() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        with pytest.raises(ConfigError, match="16 bytes"):
+            space.reserve([b"x" * 15, b"y" * 17])
+        host.check_integrity()
+        assert put(space, 0, 4) == 4
+
+
+def test_a_prefix_that_names_a_block_twice_is_refused() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        put(space, 0, 2)
+        with pytest.raises(ConfigError, match="named twice"):
+            space.match(names(0, 1) * 2)
+        host.check_integrity()
+
+
+def test_match_hashes_tokens_itself_and_wants_one_or_the_other() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        root = ChainIdentity(b"m").root
+        hashes = hash_blocks(range(9), 4, root)
+        space.put(hashes, blocks(0, 2))
+        with space.match(tokens=range(9), chain=root) as lease:
+            assert len(lease) == 2
+        with pytest.raises(ConfigError, match="hashes"):
+            space.match()
+
+
+def test_equal_layouts_and_shards_open_one_space_and_others_never_see_each_other() -> None:
+    with store(4) as host:
+        space = host.space(SMALL)
+        assert host.space(KVLayout(1, 1, 32, block_size=4, dtype="float32")) is space
+        put(space, 0, 2)
+        for other in (
+            host.space(SMALL, shard="tp1/2"),
+            host.space(KVLayout(1, 1, 64, block_size=4, dtype="float16")),
+        ):
+            assert len(other.match(names(0, 2))) == 0
+
+
+# Leases and stale handles
+
+
+def test_leased_blocks_stay_and_released_ones_go_leaves_first() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        put(space, 0, 4)
+        with space.match(names(0, 2)):
+            assert put(space, 10, 3) == 2
+            assert resident(space, 0, 4) == [0, 1]
+        space.match(names(0, 2)).release()
+        assert space.evict(3) == 3
+        assert resident(space, 0, 20) == [0]
+
+
+def test_a_lease_ends_once_however_often_it_is_released() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        put(space, 0, 1)
+        kept = space.match(names(0, 1))
+        lease = space.match(names(0, 1))
+        lease.release()
+        lease.release()
+        assert space.evict(1) == 0
+        kept.release()
+        assert space.evict(1) == 1
+
+
+def test_handles_of_a_slot_that_was_granted_again_are_refused_and_the_others_served() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        put(space, 0, 4)
+        lease = space.match(names(0, 4))
+        lease.release()
+        space.evict(4)
+        put(space, 10, 4)
+        assert not space.lease(lease.slots, lease.generations).any()
+        with pytest.raises(StaleHandleError, match="release refused"):
+            space.release(lease.slots, lease.generations)
+        now = space.match(names(10, 4))
+        mixed = now.generations.copy()
+        mixed[0] = lease.generations[0]
+        with pytest.raises(StaleHandleError):
+            space.release(now.slots, mixed)
+        host.check_integrity()
+        assert space.evict(4) == 3
+        assert host.stats.stale == 5
+        now = space.match(names(10, 1))
+        space.release(now.slots, now.generations)
+
+
+def test_late_commits_and_aborts_are_refused_and_the_others_done() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        late = space.reserve(names(0, 2))
+        slots, generations = late.slots.copy(), late.generations.copy()
+        late.abort(np.array([0]))
+        again = space.reserve(names(5, 1))
+        assert again.slots[0] == slots[0]
+        with pytest.raises(StaleHandleError, match="commit refused"):
+            space.commit(slots, generations)
+        assert len(space.match(names(1, 1))) == 1
+        assert len(space.match(names(0, 1))) == 0
+        with pytest.raises(StaleHandleError, match="abort refused"):
+            space.abort(slots, generations)
+        host.check_integrity()
+        again.commit()
+
+
+def test_a_handle_that_is_named_twice_counts_once() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        put(space, 0, 1)
+        lease = space.match(names(0, 1))
+        twice, generations = np.repeat(lease.slots, 2), np.repeat(lease.generations, 2)
+        assert space.lease(twice, generations).tolist() == [True, False]
+        with pytest.raises(StaleHandleError):
+            space.release(twice, generations)
+        lease.release()
+        host.check_integrity()
+        reservation = space.reserve(names(1, 1))
+        with pytest.raises(StaleHandleError):
+            space.commit(np.repeat(reservation.slots, 2), np.repeat(reservation.generations, 2))
+        host.check_integrity()
+
+
+def test_handles_of_one_store_name_nothing_in_another() -> None:
+    with store(1) as first, store(1) as second:
+        put(first.space(SMALL), 0, 1)
+        put(second.space(SMALL), 0, 1)
+        lease = first.space(SMALL).match(names(0, 1))
+        assert not second.space(SMALL).lease(lease.slots, lease.generations).any()
+
+
+def test_pinned_blocks_stay_until_they_are_unpinned_as_often() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        put(space, 0, 4)
+        assert space.pin(names(0, 2)) == 2
+        assert space.pin(names(0, 6)) == 4
+        assert space.unpin([*names(0, 4), names(0, 1)[0], *names(50, 1)]) == 4
+        assert space.evict(9) == 2
+        assert resident(space, 0, 4) == [0, 1]
+        assert space.unpin(names(0, 4)) == 2
+        assert space.unpin(names(0, 4)) == 0
+        assert space.evict(9) == 2
+
+
+def test_a_pin_is_not_ended_by_a_handle() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        put(space, 0, 1)
+        lease = space.match(names(0, 1))
+        space.pin(names(0, 1))
+        lease.release()
+        with pytest.raises(StaleHandleError):
+            space.release(lease.slots, lease.generations)
+        assert space.evict(1) == 0
+
+
+# Extents
+
+
+def test_spaces_of_different_block_sizes_share_the_arena_and_recycle_extents() -> None:
+    with store(4) as host:
+        small, large = host.space(SMALL), host.space(LARGE)
+        assert put(small, 0, 16) == 16
+        assert len(small.extents) == 4
+        assert put(large, 0, 4) == 4
+        assert (len(small.extents), len(large.extents)) == (2, 2)
+        host.check_integrity()
+        assert resident(large, 0, 4) == [0, 1, 2, 3]
+        assert len(resident(small, 0, 16)) == 8
+        put(small, 20, 8)
+        assert len(small.extents) + len(large.extents) == 4
+        assert resident(large, 0, 4) == [0, 1, 2, 3]
+
+
+def test_an_extent_with_a_leased_or_reserved_slot_is_never_taken() -> None:
+    with store(2) as host:
+        small, large = host.space(SMALL), host.space(LARGE)
+        put(small, 0, 8)
+        leases = [small.match(names(0, 1)), small.match(names(7, 1))]
+        assert put(large, 0, 1) == 0
+        leases[0].release()
+        assert put(large, 0, 1) == 1
+        assert resident(small, 7, 1) == [7]
+        leases[1].release()
+
+
+def test_an_extent_is_taken_from_whichever_space_can_give_one() -> None:
+    with store(5) as host:
+        first, second, third = host.space(SMALL), host.space(SMALL, shard="b"), host.space(LARGE)
+        put(first, 0, 12)
+        put(second, 0, 8)
+        leases = [first.match(names(at, 1)) for at in range(12)]
+        assert put(third, 0, 1) == 1
+        for lease in leases:
+            lease.release()
+
+
+def test_a_block_larger_than_an_extent_is_refused() -> None:
+    with store(1) as host, pytest.raises(ConfigError, match="extent_bytes"):
+        host.space(KVLayout(64, 1, 32, dtype="float32"))
+
+
+# The cold tier
+
+
+def test_copied_blocks_are_evicted_before_others_and_come_back_from_the_cold_tier(tmp_path: Path) -> None:
+    cold = SlowDisk(tmp_path)
+    with store(2, cold) as host:
+        space = host.space(SMALL)
+        put(space, 0, 4)
+        assert host.flush() == 0
+        cold.refuses = True
+        put(space, 4, 4)
+        # The cold tier was last known to take blocks, so nothing is lost while there are copied ones.
+        assert put(space, 8, 4) == 4
+        assert resident(space, 0, 12) == list(range(4, 12))
+        assert host.stats.dropped == 0
+        cold.refuses = False
+        with space.load(names(0, 4), 5.0) as lease:
+            assert len(lease) == 4
+        assert resident(space, 0, 4) == [0, 1, 2, 3]
+        assert host.stats.cold_loaded == 4
+
+
+def test_the_coldest_blocks_are_copied_ahead_of_eviction(tmp_path: Path) -> None:
+    with store(4, SlowDisk(tmp_path), clean_ahead=0.5) as host:
+        space = host.space(SMALL)
+        put(space, 0, 16)
+        end = time.monotonic() + 5.0
+        while space.dirty > 8 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert space.dirty == 8
+        assert space._in_cold[space.match(names(0, 16)).slots].sum() == 8
+        for lease in (space.match(names(0, 16)),):
+            space.release(lease.slots, lease.generations)
+            space.release(lease.slots, lease.generations)
+
+
+@pytest.mark.parametrize(("extents", "ahead"), [(1, 0.25), (2, 0.0)])
+def test_room_comes_also_where_the_clean_share_is_less_than_a_slot(
+    tmp_path: Path, extents: int, ahead: float
+) -> None:
+    layout = KVLayout(1, 1, 32, block_size=16, dtype="float32")  # one block an extent
+    with store(extents, SlowDisk(tmp_path), clean_ahead=ahead) as host:
+        space = host.space(layout)
+        for number in range(6):
+            assert put(space, number, 1, wait=5.0) == 1
+        with space.load(names(0, 1), 5.0) as lease:
+            assert len(lease) == 1
+
+
+def test_who_waits_for_room_gets_it_when_the_background_writer_has_made_it(tmp_path: Path) -> None:
+    cold = SlowDisk(tmp_path)
+    with store(1, cold) as host:
+        space = host.space(SMALL)
+        put(space, 0, 4)
+        cold.pause = 0.05
+        assert put(space, 4, 4, wait=5.0) == 4
+        assert host.stats.dropped == 0
+
+
+def test_a_cold_tier_that_refuses_costs_hits_and_never_time(tmp_path: Path) -> None:
+    cold = SlowDisk(tmp_path)
+    with store(1, cold) as host:
+        space = host.space(SMALL)
+        cold.refuses = True
+        put(space, 0, 4)
+        host.flush(1.0)
+        cold.pause = 0.5
+        for first in range(4, 40, 4):
+            began = time.monotonic()
+            assert put(space, first, 4, wait=5.0) == 4
+            assert time.monotonic() - began < 0.4
+        assert host.stats.dropped >= 32
+        cold.refuses, cold.pause = False, 0.0
+        end = time.monotonic() + 10.0
+        while host.flush(1.0) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert host._cold_takes()
+
+
+def test_a_load_ends_at_its_deadline_and_serves_the_next_request(tmp_path: Path) -> None:
+    cold = SlowDisk(tmp_path)
+    with store(2, cold) as host:
+        space = host.space(SMALL)
+        put(space, 0, 4)
+        host.flush()
+        space.evict(4)
+        cold.pause = 0.4
+        began = time.monotonic()
+        with space.load(names(0, 4), 0.1) as lease:
+            assert len(lease) == 0
+        assert time.monotonic() - began < 0.3
+        host.check_integrity()
+        with space.load(names(0, 4), 5.0) as lease:
+            assert len(lease) == 4
+        assert host.stats.cold_loaded == 4
+
+
+def test_a_load_of_what_is_nowhere_evicts_nothing(tmp_path: Path) -> None:
+    with store(2, SlowDisk(tmp_path)) as host:
+        space = host.space(SMALL)
+        put(space, 0, 8)
+        host.flush()
+        with space.load(names(100, 50), 5.0) as lease:
+            assert len(lease) == 0
+        assert resident(space, 0, 8) == list(range(8))
+
+
+def test_a_load_of_more_than_fits_keeps_the_beginning(tmp_path: Path) -> None:
+    with store(1, SlowDisk(tmp_path)) as host:
+        space = host.space(SMALL)
+        for first in range(0, 12, 4):
+            put(space, first, 4, wait=5.0)
+            host.flush()
+        with space.load(names(0, 12), 5.0) as lease:
+            assert len(lease) == 4
+
+
+def test_two_loads_of_the_same_blocks_read_them_once(tmp_path: Path) -> None:
+    cold = SlowDisk(tmp_path)
+    with store(2, cold) as host:
+        space = host.space(SMALL)
+        put(space, 0, 4)
+        host.flush()
+        space.evict(4)
+        cold.pause = 0.1
+        loads = [space.start_load(names(0, 4)) for _ in range(2)]
+        assert all(load.wait(5.0) for load in loads)
+        assert sum(load.loaded for load in loads) == 4
+        assert resident(space, 0, 4) == [0, 1, 2, 3]
+        assert host.stats.cold_loaded == 4
+
+
+def test_a_match_counts_what_the_cold_tier_seems_to_have_beyond_it(tmp_path: Path) -> None:
+    with store(2, SlowDisk(tmp_path)) as host:
+        space = host.space(SMALL)
+        put(space, 0, 6)
+        host.flush()
+        with space.match(names(0, 2)):
+            space.evict(6)
+        with space.match(names(0, 9), cold_deadline=5.0) as lease:
+            assert (len(lease), lease.cold) == (2, 4)
+        with space.match(names(0, 9)) as lease:
+            assert (len(lease), lease.cold) == (2, 0)
+
+
+def test_a_flush_counts_what_the_background_thread_is_writing_as_written(tmp_path: Path) -> None:
+    cold = SlowDisk(tmp_path)
+    with store(1, cold, clean_ahead=1.0) as host:
+        space = host.space(SMALL)
+        cold.pause = 0.3
+        put(space, 0, 4)
+        end = time.monotonic() + 5.0
+        while not cold.puts and time.monotonic() < end:
+            time.sleep(0.01)
+        assert host.flush(5.0) == 0
+
+
+def test_a_flush_of_a_tier_that_refuses_says_what_is_left(tmp_path: Path) -> None:
+    cold = SlowDisk(tmp_path)
+    with store(1, cold) as host:
+        cold.refuses = True
+        put(host.space(SMALL), 0, 3)
+        assert host.flush(5.0) == 3
+        cold.refuses = False
+        assert host.flush(5.0) == 0
+
+
+def test_a_close_that_drains_loses_nothing(tmp_path: Path) -> None:
+    host = HostStore(4 * EXTENT, cold=SlowDisk(tmp_path), extent_bytes=EXTENT)
+    put(host.space(SMALL), 0, 16, wait=5.0)
+    host.close(drain=5.0)
+    with store(4, SlowDisk(tmp_path)) as host, host.space(SMALL).load(names(0, 16), 5.0) as lease:
+        assert len(lease) == 16
+        assert resident(host.space(SMALL), 0, 16) == list(range(16))
+
+
+def test_a_store_that_is_closed_while_it_loads_ends_the_loads(tmp_path: Path) -> None:
+    cold = SlowDisk(tmp_path)
+    host = HostStore(4 * EXTENT, cold=cold, extent_bytes=EXTENT)
+    space = host.space(SMALL)
+    put(space, 0, 8, wait=5.0)
+    host.flush()
+    space.evict(8)
+    cold.pause = 0.2
+    loads = [space.start_load(names(first, 4)) for first in (0, 4, 2, 6)]
+    began = time.monotonic()
+    host.close()
+    assert time.monotonic() - began < 2.0
+    assert all(load.done() for load in loads)
+    for late in (
+        lambda: space.start_load(names(0, 4)),
+        lambda: space.match(names(0, 4)),
+        lambda: host.space(LARGE),
+    ):
+        with pytest.raises(ClosedError):
+            late()
+    host.close()
+
+
+def test_notes_outlive_the_store_and_are_kept_by_space(tmp_path: Path) -> None:
+    with store(1, SlowDisk(tmp_path)) as host:
+        assert host.space(SMALL).put_note(b"session", b"value")
+        assert host.space(LARGE).get_note(b"session") is None
+    with store(1, SlowDisk(tmp_path)) as host:
+        assert host.space(SMALL).get_note(b"session") == b"value"
+    with store(1) as host:
+        assert not host.space(SMALL).put_note(b"session", b"value")
+        assert host.space(SMALL).get_note(b"session") is None
+
+
+# Events
+
+
+def test_events_tell_what_came_and_went_in_each_tier(tmp_path: Path) -> None:
+    heard: list[BlockEvent] = []
+    with store(1, SlowDisk(tmp_path)) as host:
+        end = host.subscribe(heard.append)
+        space = host.space(SMALL)
+        put(space, 0, 2)
+        host.flush()
+        space.evict(1)
+        end()
+        put(space, 5, 1)
+    told = [(event.kind, event.tier, set(event.hashes)) for event in heard]
+    assert told == [
+        (EventKind.STORED, "host", set(names(0, 2))),
+        (EventKind.STORED, "cold", set(names(0, 2))),
+        (EventKind.REMOVED, "host", set(names(1, 1))),
+    ]
+
+
+def test_a_listener_may_call_the_store_and_hears_what_that_does_afterwards() -> None:
+    heard: list[tuple[EventKind, bytes]] = []
+    with store(1) as host:
+        space = host.space(SMALL)
+
+        def listen(event: BlockEvent) -> None:
+            heard.append((event.kind, event.hashes[0]))
+            if event.kind is EventKind.STORED and event.hashes[0] == names(0, 1)[0]:
+                space.evict(1)
+
+        host.subscribe(listen)
+        put(space, 0, 1)
+    assert heard == [(EventKind.STORED, names(0, 1)[0]), (EventKind.REMOVED, names(0, 1)[0])]
+
+
+def test_events_of_several_threads_come_in_the_order_in_which_things_happened() -> None:
+    """Stored and removed of one block alternate, or a router would believe in blocks that are gone."""
+    there: set[bytes] = set()
+    wrong: list[BlockEvent] = []
+
+    def listen(event: BlockEvent) -> None:
+        for name in event.hashes:
+            if (name in there) == (event.kind is EventKind.STORED):
+                wrong.append(event)
+            there.symmetric_difference_update([name])
+        time.sleep(0.0002)
+
+    with store(1) as host:
+        space = host.space(SMALL)
+        host.subscribe(listen)
+
+        def work() -> None:
+            for _ in range(100):
+                put(space, 0, 2)
+                space.evict(2)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_events_of_a_call_that_raises_are_told_all_the_same() -> None:
+    heard: list[BlockEvent] = []
+    with store(1) as host:
+        space = host.space(SMALL)
+        reservation = space.reserve(names(0, 2))
+        host.subscribe(heard.append)
+        with pytest.raises(StaleHandleError):
+            space.commit(reservation.slots, reservation.generations + np.array([0, 1]))
+        assert [event.hashes for event in heard] == [(names(0, 1)[0],)]
+
+
+# Everything at once
+
+
+def test_threads_that_do_everything_at_random_break_nothing(tmp_path: Path) -> None:
+    with store(6, SlowDisk(tmp_path)) as host:
+        spaces = [host.space(SMALL), host.space(LARGE)]
+        end = time.monotonic() + 2.0
+        errors: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            rng = random.Random(seed)
+            try:
+                while time.monotonic() < end:
+                    space = rng.choice(spaces)
+                    first, count = rng.randrange(40), rng.randint(1, 6)
+                    match rng.randrange(8):
+                        case 0 | 1:
+                            put(space, first, count, wait=rng.choice((0.0, 0.01)))
+                        case 2:
+                            with space.match(names(first, count)) as lease:
+                                for at, slot in enumerate(lease.slots.tolist()):
+                                    with space.view(slot) as view:
+                                        assert view[0] == view[-1] == first + at + 1
+                        case 3:
+                            with space.load(names(first, count), 0.05) as lease:
+                                for at, slot in enumerate(lease.slots.tolist()):
+                                    with space.view(slot) as view:
+                                        assert view[0] == view[-1] == first + at + 1
+                        case 4:
+                            space.reserve(names(first, count)).abort()
+                        case 5:
+                            space.evict(count)
+                        case 6:
+                            pinned = names(first, count)[: space.pin(names(first, count))]
+                            assert space.unpin(pinned) == len(pinned)
+                        case _:
+                            host.check_integrity()
+            except BaseException as error:  # noqa: BLE001  the main thread is told
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        host.flush(5.0)
+        host.check_integrity()
+        for space in spaces:
+            assert not space._leases.any()
+            assert not space._pending
+
+
+def test_integrity_is_checked_and_named() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        put(space, 0, 2)
+        lease = space.match(names(0, 1))
+        space._leases[lease.slots] = 0
+        with pytest.raises(IntegrityError, match="may be evicted"):
+            host.check_integrity()
+        space._leases[lease.slots] = 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("clean_ahead", 1.5), ("clean_ahead", -0.1), ("cold_deadline", 0.0)]
+)
+def test_a_setting_out_of_range_is_named(setting: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=setting), store(1, **{setting: value}):
+        pass
