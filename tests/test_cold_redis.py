@@ -400,17 +400,24 @@ def test_a_cluster_node_is_not_taken_for_a_lone_server(nodes: list[RedisServer])
         RedisColdTier(nodes[0].url)
 
 
+def move(nodes: list[RedisServer], slot: int, source: int, target: int) -> None:
+    """Give an empty slot to another node. Importing first makes its claim the newest one."""
+    with nodes[target].client() as client:
+        client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(nodes[source]))
+    for server in (nodes[target], *nodes):
+        with server.client() as client:
+            client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", node_id(nodes[target]))
+
+
 def test_slots_that_move_are_followed(nodes: list[RedisServer]) -> None:
     tier = RedisColdTier(f"redis+cluster://127.0.0.1:{nodes[0].port}", deadline=5.0)
     blocks, hashes = blocks_of(4, 5 << 20), hashes_of("moved", 4)
     slots = [key_slot(key_of(each)) for each in hashes]
     assert len({key_slot(key_of(hashes[0], part)) for part in range(3)}) == 1, "one hash tag per block"
     moves = [(slot, owner(nodes, slot), (owner(nodes, slot) + 1) % 3) for slot in slots]
+    for slot, source, target in moves:
+        move(nodes, slot, source, target)
     try:
-        for slot, _, to in moves:
-            for server in (nodes[to], *nodes):
-                with server.client() as client:
-                    client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", node_id(nodes[to]))
         assert not tier.put(SPACE, hashes, views(blocks)).any()
         assert tier.contains(SPACE, hashes).all()
         into = np.zeros_like(blocks)
@@ -419,11 +426,11 @@ def test_slots_that_move_are_followed(nodes: list[RedisServer]) -> None:
         assert tier.delete(SPACE, hashes) == 4
         tier.check_integrity()
     finally:
-        for slot, back, _ in moves:
-            for server in (nodes[back], *nodes):
-                with server.client() as client:
-                    client.flushall()
-                    client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", node_id(nodes[back]))
+        for server in nodes:
+            with server.client() as client:
+                client.flushall()
+        for slot, source, target in moves:
+            move(nodes, slot, target, source)
     tier.close()
 
 

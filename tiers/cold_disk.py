@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -52,11 +52,10 @@ _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(slots=True)
 class _Entry:
-    """A record that is there: what it takes of the capacity, and who reads it just now."""
+    """A record that is there: what it takes of the capacity, and the time that its file says."""
 
     room: int
     touched: float
-    readers: int = 0
 
 
 class DiskColdTier:
@@ -101,6 +100,8 @@ class DiskColdTier:
         self.stats = ColdStats()
         self._lock = threading.Lock()
         self._index: OrderedDict[str, _Entry] = OrderedDict()
+        # By name and not by entry: a reader may have opened the file of a later record of that name.
+        self._readers: Counter[str] = Counter()
         self._used = 0
         self._pending = 0
         self._serial = 0
@@ -275,7 +276,7 @@ class DiskColdTier:
                 )
             if self._used > self._capacity:
                 raise IntegrityError(f"{self._used} bytes used of {self._capacity}")
-            if any(entry.readers < 0 for entry in self._index.values()):
+            if any(count < 1 for count in self._readers.values()):
                 raise IntegrityError("a record has fewer than no readers")
             missing = [name for name in self._index if not os.path.exists(self._path(name))]
             if missing:
@@ -383,7 +384,7 @@ class DiskColdTier:
         unfinished = self._path(f"{name[:2]}/{self._serial}{_UNFINISHED_SUFFIX}")
         handed_on = False
         while self._used + need > self._capacity:
-            victim = next((each for each, entry in self._index.items() if not entry.readers), None)
+            victim = next((each for each in self._index if each not in self._readers), None)
             if victim is None:  # all that is left is being read or written
                 if handed_on:
                     os.unlink(unfinished)
@@ -421,7 +422,7 @@ class DiskColdTier:
             if entry is None:
                 return ColdStatus.MISS
             # While it is read it is not dropped, and so its file is not written over.
-            entry.readers += 1
+            self._readers[name] += 1
             self._touch(name, entry)
         useless = False
         try:
@@ -433,7 +434,9 @@ class DiskColdTier:
             status = ColdStatus.UNAVAILABLE
         finally:
             with self._lock:
-                entry.readers -= 1
+                self._readers[name] -= 1
+                if not self._readers[name]:
+                    del self._readers[name]
                 if useless and self._index.get(name) is entry:
                     self._remove(name)
         return status
