@@ -14,6 +14,7 @@ import argparse
 import heapq
 import inspect
 import multiprocessing
+import os
 import shutil
 import statistics
 import sys
@@ -47,6 +48,7 @@ _QUESTIONS: Final = (
 _DOCUMENT_WORDS: Final = 420
 _TTFT_PROMPTS: Final = 3
 # How much of all sessions' KV together the upper tiers hold.
+_DISK_BYTES: Final = 8 << 30
 _DEVICE_SHARE: Final = 0.25
 _HOST_SHARE: Final = 0.6
 
@@ -180,6 +182,8 @@ def _size(options: argparse.Namespace, cold: str, console: Any) -> _Settings:
 
 def _in_process(work: Callable[..., Any], *arguments: object) -> Any:
     """Run `work` in a fresh process and return what it returns; its errors are raised here."""
+    # Threads that spin while they wait would take the time of the ones that compute, on a shared machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_result, args=(sender, work, arguments))
@@ -225,15 +229,16 @@ def _measure(model: str, device: str, sessions: int, answer_tokens: int) -> tupl
 @contextmanager
 def _engine(settings: _Settings, *, cold: bool) -> Iterator[LLM]:
     from ..engine.llm import LLM
-    from ..tiers.cold_tiers import open_cold_tier
+    from ..tiers.cold import open_cold_tier
 
+    on_disk = not settings.cold.startswith(("redis", "unix"))
     with LLM(
         settings.model,
         device=settings.device,
         dtype="float32",  # so that answers are comparable to the last bit that decides a token
         device_blocks=settings.device_blocks,
         host_bytes=settings.host_bytes,
-        cold=open_cold_tier(settings.cold) if cold else None,
+        cold=open_cold_tier(settings.cold, capacity_bytes=_DISK_BYTES if on_disk else None) if cold else None,
         max_sequences=16,
     ) as llm:
         yield llm

@@ -257,25 +257,31 @@ class LLM:
         params = params or SamplingParams()
         tokens = self._tokens(prompt)
         self._check(tokens, params)
-        stops = tuple(params.stop_token_ids)
-        if not params.ignore_eos:
-            stops = (*stops, *sorted(self._loaded.eos_ids))
-        sequence = Sequence(
-            id=self._next_id,
-            tokens=tokens,
-            num_prompt=len(tokens),
-            params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            stop_ids=stops,
-            root=replace(self._identity, salt=salt).root,
-            session=session,
-            partial_at=self._slept_at(session, tokens) if session is not None else None,
-        )
-        self._next_id += 1
+        root = replace(self._identity, salt=salt).root
+        sequence = self._sequence(tokens, params, session, root)
+        if session is not None:
+            sequence.partial_at = self._slept_at(session, tokens)
         if params.stop:
             self._watch(sequence)
         self._scheduler.add(sequence)
         return sequence
+
+    def fork(self, sequence: Sequence, params: SamplingParams | None = None) -> Sequence:
+        """A second answer that goes on from where a decoding one stands; its KV is shared, not copied.
+
+        Args:
+            params: of the fork; None for those of the sequence, with another seed unless one was asked for.
+
+        Raises:
+            RequestError: the sequence is not decoding.
+            CapacityError: as many sequences run as `max_sequences` allows.
+        """
+        params = params or sequence.params
+        twin = self._sequence(sequence.tokens[: sequence.num_prompt], params, None, sequence.root)
+        self._scheduler.fork(sequence, twin)
+        if params.stop:
+            self._watch(twin)
+        return twin
 
     def step(self) -> list[Sequence]:
         """One step: schedule, run, postprocess.
@@ -379,6 +385,25 @@ class LLM:
         self.close()
 
     # Inside
+
+    def _sequence(
+        self, tokens: npt.NDArray[np.int32], params: SamplingParams, session: str | None, root: bytes
+    ) -> Sequence:
+        """A new sequence with a prompt of `tokens`."""
+        stops = tuple(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops = (*stops, *sorted(self._loaded.eos_ids))
+        self._next_id += 1
+        return Sequence(
+            id=self._next_id,
+            tokens=tokens,
+            num_prompt=len(tokens),
+            params=params,
+            root=root,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            stop_ids=stops,
+            session=session,
+        )
 
     def _tokens(self, prompt: Prompt) -> npt.NDArray[np.int32]:
         if isinstance(prompt, str):

@@ -14,17 +14,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..kvstore.store import Opened, TieredStore
-from ..tiers.errors import CapacityError
+from ..kvstore.host import ColdLoad
+from ..kvstore.store import NamedPrompt, TieredStore
+from ..tiers.errors import CapacityError, RequestError
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 
 __all__ = ["Chunk", "Scheduler", "Step"]
 
 Rows = npt.NDArray[np.int64]
+
+# How many waiting sequences are looked at in a step: the first of them may wait for their blocks.
+_LOOK_AHEAD: Final = 8
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,8 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._asleep: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
+        self._computing: dict[bytes, int] = {}
+        """Prefix hashes of blocks that prefilling sequences are about to compute, and whose they are."""
         self._decoding: Rows = np.empty(0, dtype=np.int64)
         self._room_came = True
         """Whether trying to admit may have another outcome than last time."""
@@ -128,13 +136,26 @@ class Scheduler:
     # Coming and going
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; what the cold tier has of it starts coming up now."""
-        sequence.load = self.store.start_load(
+        """Queue a sequence."""
+        sequence.prompt = self.store.name_prompt(
             sequence.tokens, root=sequence.root, partial_at=sequence.partial_at
         )
-        sequence.load_until = time.monotonic() + self.load_seconds
         self._waiting.append(sequence)
         self._room_came = True
+
+    def fork(self, sequence: Sequence, twin: Sequence) -> None:
+        """Let `twin` go on from where a decoding sequence stands, on the same blocks.
+
+        Raises:
+            RequestError: the sequence is not decoding.
+            CapacityError: every row is in use.
+        """
+        if sequence.row is None or sequence.state is not SequenceState.DECODING:
+            raise RequestError(f"sequence {sequence.id} is {sequence.state.value}; only a decoding one forks")
+        twin.tokens = self.tokens_of(sequence).copy()
+        row = self.store.fork(sequence.row)
+        twin.scheduled_at = twin.first_token_at = time.monotonic()
+        self._enter(twin, row, int(self.store.lengths[row]))
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence wherever it stands. A session's KV sleeps; another's stays cached."""
@@ -146,6 +167,7 @@ class Scheduler:
             self._asleep.remove(sequence)
         else:
             self._waiting.remove(sequence)
+        sequence.end_load()
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = time.monotonic()
@@ -222,17 +244,16 @@ class Scheduler:
         """Wait, `seconds` at most, for the load that the next sequence to run needs."""
         for sequence in (*self._asleep, *self._waiting):
             if sequence.load is not None and sequence.loading():
-                sequence.load.wait(min(seconds, max(0.0, sequence.load_until - time.monotonic())))
+                sequence.load.wait(seconds)
                 return
 
     # Inside
 
-    def _enter(self, sequence: Sequence, opened: Opened) -> None:
-        """A sequence was given a row."""
-        row = opened.row
+    def _enter(self, sequence: Sequence, row: int, length: int) -> None:
+        """A sequence was given a row; the KV of its first `length` tokens is there."""
         count = len(sequence.tokens)
         sequence.row = row
-        sequence.load = None
+        sequence.end_load()
         self._sequences[row] = sequence
         self.owners[row] = sequence.id
         self.tokens[row, :count] = sequence.tokens
@@ -245,11 +266,14 @@ class Scheduler:
             self._stops = wider
         self._stops[row] = -1
         self._stops[row, : len(stops)] = stops
-        if opened.length == count - 1 and count > sequence.num_prompt:
+        if length == count - 1 and count > sequence.num_prompt:
             sequence.state = SequenceState.DECODING
             self._decoding = np.sort(np.append(self._decoding, row))
         else:
             sequence.state = SequenceState.PREFILLING
+            if sequence.prompt is not None:
+                computing = sequence.prompt.hashes[length // self.store.layout.block_size :]
+                self._computing.update(dict.fromkeys(computing, sequence.id))
             self._prefilling.append(sequence)
             self._prefilling.sort(key=lambda other: other.id)
 
@@ -262,7 +286,7 @@ class Scheduler:
         if sequence.state is SequenceState.DECODING:
             self._decoding = self._decoding[self._decoding != row]
         else:
-            self._prefilling.remove(sequence)
+            self._end_prefill(sequence)
         if keep:
             sequence.sleeping = self.store.sleep(row)
         else:
@@ -271,13 +295,19 @@ class Scheduler:
         self._sequences[row] = None
         self._room_came = True
 
+    def _end_prefill(self, sequence: Sequence) -> None:
+        self._prefilling.remove(sequence)
+        for name in sequence.prompt.hashes if sequence.prompt is not None else ():
+            if self._computing.get(name) == sequence.id:
+                del self._computing[name]
+
     def _start_decoding(self, chunks: tuple[Chunk, ...]) -> None:
         now = time.monotonic()
         ready = [chunk for chunk in chunks if chunk.last]
         for chunk in ready:
             sequence = chunk.sequence
+            self._end_prefill(sequence)
             sequence.state = SequenceState.DECODING
-            self._prefilling.remove(sequence)
             if sequence.first_token_at is None:
                 sequence.first_token_at = now
         self._decoding = np.sort(np.append(self._decoding, [chunk.row for chunk in ready]).astype(np.int64))
@@ -335,24 +365,23 @@ class Scheduler:
             left = self.store.available_blocks - self.store.cached_blocks(sleeping)
             if self.num_running and left < 2 * self._headroom():
                 return
-            if sequence.load is None:
-                sequence.load = self.store.start_load_sleeping(sleeping)
-                sequence.load_until = time.monotonic() + self.load_seconds
+            if sequence.load_until is None:
+                self._start_load(sequence, self.store.start_load_sleeping(sleeping))
             if sequence.loading():
                 return
             self._asleep.popleft()
             opened = self.store.wake(sleeping)
             sequence.sleeping = None
-            self._enter(sequence, opened)
+            self._enter(sequence, opened.row, opened.length)
             self._bring_near(opened.row)
 
     def _admit(self) -> None:
         """Give waiting sequences a row, in the order of arrival, while there is room for their prompts."""
-        while self._waiting and self.store.table.free_rows and not self._asleep:
-            sequence = next((one for one in self._waiting if not one.loading()), None)
-            if sequence is None or not self._room_came:
+        while self._waiting and self.store.table.free_rows and not self._asleep and self._room_came:
+            sequence = self._next_to_admit()
+            if sequence is None or sequence.prompt is None:
                 return
-            opened = self.store.open(sequence.tokens, root=sequence.root, partial_at=sequence.partial_at)
+            opened = self.store.open_named(sequence.prompt)
             row = np.array([opened.row], dtype=np.int64)
             wanted = self.store.blocks_wanted(row, len(sequence.tokens) - opened.length + 1)
             if self.num_running and wanted + self._headroom() > self.store.available_blocks:
@@ -364,8 +393,42 @@ class Scheduler:
             sequence.cached = CachedTokens(opened.device, opened.host - from_cold, opened.cold + from_cold)
             sequence.scheduled_at = time.monotonic()
             self._waiting.remove(sequence)
-            self._enter(sequence, opened)
+            self._enter(sequence, opened.row, opened.length)
             self._bring_near(opened.row)
+
+    def _next_to_admit(self) -> Sequence | None:
+        """The first waiting sequence that need not wait for its blocks; loads for the first few start here.
+
+        Blocks come from the cold tier, or from a sequence that is computing the same prompt right now:
+        computing them twice would take longer than waiting.
+        """
+        ready = None
+        for sequence in islice(self._waiting, _LOOK_AHEAD):
+            if sequence.prompt is None:
+                continue
+            if sequence.load_until is None and self._may_load(sequence.prompt):
+                self._start_load(sequence, self.store.start_load(sequence.prompt))
+            if ready is None and sequence.load_until is not None and not sequence.loading():
+                resident = self.store.resident_blocks(sequence.prompt)
+                missing = sequence.prompt.hashes[resident : sequence.prompt.usable]
+                if not missing or missing[0] not in self._computing:
+                    ready = sequence
+        return ready
+
+    def _may_load(self, prompt: NamedPrompt) -> bool:
+        """Whether host memory has room for one more load: what has come up stays until it is used."""
+        if self.store.host is None:
+            return True
+        loading = sum(
+            sequence.prompt.usable
+            for sequence in islice(self._waiting, _LOOK_AHEAD)
+            if sequence.prompt is not None and sequence.load is not None
+        )
+        return not loading or loading + prompt.usable <= self.store.host.capacity // 2
+
+    def _start_load(self, sequence: Sequence, load: ColdLoad | None) -> None:
+        sequence.load = load
+        sequence.load_until = time.monotonic() + self.load_seconds
 
     def _bring_near(self, row: int) -> None:
         """Promote a row's far blocks as far as that takes nothing from anyone."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..kvstore.host import ColdLoad
 from ..kvstore.session import SleepingSequence
+from ..kvstore.store import NamedPrompt
 from .sampler import SamplingParams
 
 __all__ = ["CachedTokens", "FinishReason", "Sequence", "SequenceState"]
@@ -78,8 +79,10 @@ class Sequence:
     partial_at: int | None = None
     state: SequenceState = SequenceState.WAITING
     row: int | None = None
+    prompt: NamedPrompt | None = None
     load: ColdLoad | None = None
-    load_until: float = 0.0
+    load_until: float | None = None
+    """When it is no longer worth waiting for the load; None before one was started."""
     sleeping: SleepingSequence | None = None
     cached: CachedTokens = field(default_factory=CachedTokens)
     preemptions: int = 0
@@ -100,4 +103,13 @@ class Sequence:
 
     def loading(self) -> bool:
         """Whether it is worth waiting for blocks that come up from the cold tier."""
-        return self.load is not None and not self.load.done() and time.monotonic() < self.load_until
+        if self.load is None or self.load_until is None:
+            return False
+        return not self.load.done() and time.monotonic() < self.load_until
+
+    def end_load(self) -> None:
+        """It has its blocks, as far as they were to be had."""
+        if self.load is not None:
+            self.load.release()
+        self.load = None
+        self.load_until = None

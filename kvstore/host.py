@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Final
@@ -137,7 +137,7 @@ class Lease:
 
 
 class ColdLoad:
-    """Blocks on their way up from the cold tier.
+    """Blocks on their way up from the cold tier. What is resident of them stays leased until `release`.
 
     Attributes:
         loaded: blocks that have arrived so far.
@@ -147,6 +147,8 @@ class ColdLoad:
         self.loaded = 0
         self._error: Exception | None = None
         self._finished = threading.Event()
+        self._leases: list[Lease] | None = []
+        self._lock = threading.Lock()
 
     def done(self) -> bool:
         """Whether everything that is to be had has arrived.
@@ -162,6 +164,22 @@ class ColdLoad:
         if self._error is not None:
             raise self._error
         return finished
+
+    def release(self) -> None:
+        """Whoever waited has leases of his own now, or wants the blocks no more. Idempotent."""
+        with self._lock:
+            leases, self._leases = self._leases, None
+        for lease in leases or ():
+            lease.release()
+
+    def _keep(self, lease: Lease) -> Lease:
+        """Hold a lease until `release`."""
+        with self._lock:
+            if self._leases is not None:
+                self._leases.append(lease)
+                return lease
+        lease.release()
+        return lease
 
 
 class Reservation:
@@ -767,19 +785,22 @@ class HostSpace:
         What has not arrived after `deadline` seconds goes on loading and serves the next request.
         """
         load = self.start_load(hashes)
-        load.wait(deadline)
-        return self._lease_resident(hashes)
+        try:
+            load.wait(deadline)
+            return self._lease_resident(hashes)
+        finally:
+            load.release()
 
     def start_load(self, hashes: Sequence[bytes]) -> ColdLoad:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
         load = ColdLoad()
-        store = self.store
-        with store._lock():
-            store._check_open()
-            if store._loaders is None or len(self._resident(hashes)) == len(hashes):
+        resident = len(load._keep(self._lease_resident(hashes)))
+        with self.store._lock():
+            self.store._check_open()
+            if self.store._loaders is None or resident == len(hashes):
                 load._finished.set()
             else:
-                store._loaders.submit(self._load, list(hashes), load)
+                self.store._loaders.submit(self._load, list(hashes[resident:]), load)
         return load
 
     def _load(self, hashes: list[bytes], load: ColdLoad) -> None:
@@ -787,24 +808,21 @@ class HostSpace:
         store = self.store
         end = time.monotonic() + store._cold_deadline
         try:
-            with ExitStack() as leases:
-                lease = leases.enter_context(self._lease_resident(hashes))
-                missing = hashes[len(lease) :]
-                if store.cold is None or not missing:
+            if store.cold is None:
+                return
+            there = store.cold.contains(self.id, hashes, store._cold_deadline)
+            missing = hashes[: len(there) if there.all() else int(there.argmin())]
+            stride = max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)
+            while missing:
+                # Not further than to what is resident: it may have to make room for what comes first.
+                batch = self._absent(missing[:stride])
+                load.loaded += self._load_batch(store.cold, batch)
+                self._wait_for_writers(batch, end)
+                # What came first must not make room for what comes last.
+                lease = load._keep(self._lease_resident(missing))
+                if len(lease) < max(1, len(batch)):
                     return
-                there = store.cold.contains(self.id, missing, store._cold_deadline)
-                missing = missing[: len(there) if there.all() else int(there.argmin())]
-                stride = max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)
-                while missing:
-                    # Not further than to what is resident: it may have to make room for what comes first.
-                    batch = self._absent(missing[:stride])
-                    load.loaded += self._load_batch(store.cold, batch)
-                    self._wait_for_writers(batch, end)
-                    # What came first must not make room for what comes last.
-                    lease = leases.enter_context(self._lease_resident(missing))
-                    if len(lease) < len(batch):
-                        return
-                    missing = missing[len(lease) :]
+                missing = missing[len(lease) :]
         except ClosedError:
             return
         except Exception as error:  # noqa: BLE001  whoever waits for the load is told

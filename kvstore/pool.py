@@ -53,6 +53,8 @@ class BlockPool:
         self.host_slots = np.zeros(capacity, dtype=np.int32)
         self.host_generations = np.zeros(capacity, dtype=np.int64)
         """The copy in host memory, if any: a slot and its generation; generation 0 means none is known."""
+        self.moving = np.zeros(capacity, dtype=np.bool_)
+        """A copy to host memory is being made: its bytes must stay."""
         self.index: dict[bytes, int] = {}
         self._hashes: list[bytes | None] = [None] * capacity
         self._slots = slots
@@ -107,7 +109,7 @@ class BlockPool:
         return ids
 
     def evict(self, victims: Ids) -> None:
-        """Free cached blocks."""
+        """Free cached blocks, none of them moving."""
         self._policy.remove(victims)
         gone = []
         for block in victims.tolist():
@@ -204,5 +206,7 @@ class BlockPool:
                 f"device block {block}: free {bool(free[block])}, cached {bool(cached[block])}, "
                 f"{self.refs[block]} references"
             )
+        if (self.moving & ~named).any():
+            raise IntegrityError("a device block is being copied to host memory without a name")
         if (cached & ~named).any() or (free & named).any():
             raise IntegrityError("a cached device block has no hash, or a free one has")

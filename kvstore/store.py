@@ -43,7 +43,7 @@ from .session import SessionRecord, SleepingSequence
 from .tables import FAR, TAG_MASK, BlockTable, Words
 from .writeback import WriteBack, is_over
 
-__all__ = ["Opened", "Sharing", "StoreStats", "TieredStore"]
+__all__ = ["NamedPrompt", "Opened", "Sharing", "StoreStats", "TieredStore"]
 
 # How long making room in the device tier may wait for room in host memory, before KV is dropped.
 _ROOM_SECONDS: Final = 2.0
@@ -113,12 +113,24 @@ class _Partial:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """Names of a prompt's blocks: all full ones, those that may be attached, and a partly filled one."""
+class NamedPrompt:
+    """A prompt and the names of its blocks, from `TieredStore.name_prompt`.
 
-    hashes: list[bytes]
-    usable: list[bytes]
+    Attributes:
+        tokens: int32, the whole prompt.
+        root: root of its chain.
+        hashes: prefix hashes of its full blocks.
+        usable: how many of them may be attached: the last token is left to be computed.
+        partial: a partly filled block that may have been kept.
+        extra_keys: by block index.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    root: bytes
+    hashes: tuple[bytes, ...]
+    usable: int
     partial: _Partial | None
+    extra_keys: ExtraKeys
 
 
 @dataclass
@@ -237,40 +249,58 @@ class TieredStore:
         Raises:
             CapacityError: every row is in use.
         """
-        tokens = as_tokens(tokens)
-        root = self.root if root is None else root
-        wanted = self._wanted(tokens, root, extra_keys, partial_at)
-        row = self.table.take_row()
-        self._roots[row] = root
-        self._hashes[row] = wanted.hashes
-        self._extra_keys[row] = extra_keys or {}
-        try:
-            opened = self._attach(row, 0, 0, wanted.usable, wanted.partial, cold_deadline)
-        except BaseException:
-            self.close_row(row)
-            raise
-        filled = opened.length % self.layout.block_size
-        self._tails[row, :filled] = tokens[opened.length - filled : opened.length]
-        return opened
+        prompt = self.name_prompt(tokens, root=root, extra_keys=extra_keys, partial_at=partial_at)
+        return self.open_named(prompt, cold_deadline=cold_deadline)
 
-    def start_load(
+    def name_prompt(
         self,
         tokens: Tokens,
         *,
         root: bytes | None = None,
         extra_keys: ExtraKeys | None = None,
         partial_at: int | None = None,
-    ) -> ColdLoad | None:
-        """Start bringing a prompt's blocks up from the cold tier to host memory, ahead of `open`.
+    ) -> NamedPrompt:
+        """Name the blocks of a prompt, once for all that is asked about it. Arguments as for `open`."""
+        size = self.layout.block_size
+        tokens = as_tokens(tokens)
+        root = self.root if root is None else root
+        hashes = hash_blocks(tokens, size, root, extra_keys)
+        partial = None
+        if partial_at is not None and 0 < partial_at < len(tokens) and partial_at % size:
+            column = partial_at // size
+            keys = extra_keys.get(column, ()) if extra_keys else ()
+            last = hashes[column - 1] if column else root
+            partial = _Partial(hash_partial(tokens[column * size : partial_at], last, keys), partial_at)
+        usable = max(0, len(tokens) - 1) // size
+        return NamedPrompt(tokens, root, tuple(hashes), usable, partial, extra_keys or {})
 
-        Arguments as for `open`.
+    def open_named(self, prompt: NamedPrompt, *, cold_deadline: float = 0.0) -> Opened:
+        """`open` for a prompt that was named before."""
+        row = self.table.take_row()
+        self._roots[row] = prompt.root
+        self._hashes[row] = list(prompt.hashes)
+        self._extra_keys[row] = prompt.extra_keys
+        try:
+            usable = prompt.hashes[: prompt.usable]
+            opened = self._attach(row, 0, 0, usable, prompt.partial, cold_deadline)
+        except BaseException:
+            self.close_row(row)
+            raise
+        filled = opened.length % self.layout.block_size
+        self._tails[row, :filled] = prompt.tokens[opened.length - filled : opened.length]
+        return opened
+
+    def resident_blocks(self, prompt: NamedPrompt) -> int:
+        """How many leading blocks of a prompt `open_named` would find in the device tier."""
+        return len(self.pool.match(prompt.hashes[: prompt.usable]))
+
+    def start_load(self, prompt: NamedPrompt) -> ColdLoad | None:
+        """Start bringing a prompt's blocks up from the cold tier to host memory, ahead of `open_named`.
 
         Returns:
             the load to wait for; None where everything is near, or there is nothing below.
         """
-        root = self.root if root is None else root
-        wanted = self._wanted(as_tokens(tokens), root, extra_keys, partial_at)
-        return self._start_load(wanted.usable, wanted.partial)
+        return self._start_load(prompt.hashes[: prompt.usable], prompt.partial)
 
     def start_load_sleeping(self, sleeping: SleepingSequence) -> ColdLoad | None:
         """Start bringing a sleeping sequence's blocks up from the cold tier, ahead of `wake`."""
@@ -284,23 +314,6 @@ class TieredStore:
             names.insert(partial.length // self.layout.block_size, partial.name)
         near = len(self.pool.match(names))
         return self.host.start_load(names[near:]) if near < len(names) else None
-
-    def _wanted(
-        self, tokens: npt.NDArray[np.int32], root: bytes, extra_keys: ExtraKeys | None, partial_at: int | None
-    ) -> _Wanted:
-        """Names of what may be attached to a prompt: all but its last token."""
-        size = self.layout.block_size
-        hashes = hash_blocks(tokens, size, root, extra_keys)
-        usable = hashes[: max(0, len(tokens) - 1) // size]
-        partial = None
-        if partial_at is not None and 0 < partial_at < len(tokens) and partial_at % size:
-            column = partial_at // size
-            keys = extra_keys.get(column, ()) if extra_keys else ()
-            name = hash_partial(
-                tokens[column * size : partial_at], hashes[column - 1] if column else root, keys
-            )
-            partial = _Partial(name, partial_at)
-        return _Wanted(hashes, usable, partial)
 
     def fork(self, row: int) -> int:
         """A second sequence with the same KV: all blocks are shared, the last one copied when written.
@@ -523,7 +536,7 @@ class TieredStore:
         if self._shared_tail[row]:
             columns = columns[columns < self.lengths[row] // self.layout.block_size]
         slots = self.host.slots_at(words[columns])
-        columns = columns[~self._promoting[slots]][: max(0, min(limit, self.pool.available))]
+        columns = columns[~self._promoting[slots]][: max(0, min(limit, self.available_blocks))]
         if not len(columns):
             return 0
         names = [self._hashes[row][column] for column in columns.tolist()]
@@ -686,9 +699,12 @@ class TieredStore:
         for promotion in self._promotions:
             held[promotion.blocks] += 1
             far[promotion.slots] += 1
+        moving = np.zeros(self.pool.capacity, dtype=np.bool_)
         if self._write_back is not None:
             for blocks in self._write_back.in_flight:
-                held[blocks] += 1
+                moving[blocks] = True
+        if not np.array_equal(moving, self.pool.moving):
+            raise IntegrityError("the pool and the write-back disagree on what is being copied")
         self.pool.check_integrity(held)
         if not np.array_equal(far, self._far_refs):
             slot = int(np.flatnonzero(far != self._far_refs)[0])
@@ -785,7 +801,7 @@ class TieredStore:
         far = self.host.readable_in_place(slots)
         if not far.all():
             unreadable = np.flatnonzero(~far)
-            room = self.pool.available
+            room = self.available_blocks
             if len(unreadable) > room:
                 stop = int(unreadable[room])
                 slots, far = slots[:stop], far[:stop]
@@ -873,6 +889,8 @@ class TieredStore:
         """
         pool = self.pool
         if self.host is not None and self._write_back is not None:
+            if pool.moving[victims].any():
+                self._write_back.finish()
             known = victims[pool.host_generations[victims] > 0]
             slots, generations = pool.host_slots[known], pool.host_generations[known]
             there = self.host.lease(slots, generations)
@@ -905,7 +923,7 @@ class TieredStore:
                 block = int(self.arena.slots_at(words[at : at + 1])[0])
                 refs = left.get(block, int(self.pool.refs[block]))
                 # The last one to hold it may have it as it is.
-                copied[at] = refs > 1
+                copied[at] = refs > 1 or self.pool.moving[block]
                 left[block] = refs - 1
         if copied.any():
             mine = self._allocate(int(copied.sum()))

@@ -37,7 +37,8 @@ class _Write:
 class WriteBack:
     """The queue of blocks to be copied to host memory, and the copies under way.
 
-    A block under way is held, so it is neither evicted nor granted again until its copy is done.
+    A block under way is marked as moving in the pool: whoever evicts it waits for its copy first (`finish`),
+    and whoever would write it copies it instead. It keeps its rank among the blocks that may be evicted.
     """
 
     def __init__(self, pool: BlockPool, arena: DeviceArena, host: HostSpace, mover: Mover) -> None:
@@ -59,7 +60,7 @@ class WriteBack:
 
     @property
     def in_flight(self) -> list[Ids]:
-        """The blocks that are held because a copy of them is under way, one array per batch."""
+        """The blocks of which a copy is under way, one array per batch."""
         return [write.blocks for write in self._writes]
 
     def add(self, blocks: Ids) -> None:
@@ -71,7 +72,7 @@ class WriteBack:
         """Finish what is done; start a batch if one has gathered. Called once a step.
 
         Raises:
-            Exception: what a copy failed with, after its slots and blocks were given back.
+            Exception: what a copy failed with, after its slots were given back.
         """
         while self._writes and is_over(self._writes[0].transfer):
             self._finish(self._writes.popleft())
@@ -92,6 +93,7 @@ class WriteBack:
         self._queued = 0
         pool = self._pool
         current = (pool.generations[blocks] == generations) & (pool.host_generations[blocks] == 0)
+        current &= ~pool.moving[blocks]
         candidates = blocks[current].tolist()
         named = {block: name for block in candidates if (name := pool.hash_of(block)) is not None}
         if not named:
@@ -114,7 +116,7 @@ class WriteBack:
             except BaseException:
                 reservation.abort()
                 raise
-            pool.hold(moving)
+            pool.moving[moving] = True
             self._writes.append(_Write(transfer, reservation, new, moving))
         denied = asked[status == ReserveStatus.DENIED]
         if len(denied):
@@ -128,9 +130,17 @@ class WriteBack:
             wait: seconds to wait for room in host memory.
 
         Raises:
-            Exception: what a copy failed with, after its slots and blocks were given back.
+            Exception: what a copy failed with, after its slots were given back.
         """
         self.start(wait=wait)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the copies that are under way.
+
+        Raises:
+            Exception: what a copy failed with, after its slots were given back.
+        """
         while self._writes:
             self._finish(self._writes.popleft())
 
@@ -144,7 +154,7 @@ class WriteBack:
             self.written += len(write.blocks)
         finally:
             write.reservation.abort()
-            self._pool.drop(write.blocks)
+            self._pool.moving[write.blocks] = False
 
 
 def is_over(transfer: Transfer) -> bool:
