@@ -508,6 +508,8 @@ def test_two_loads_of_the_same_blocks_read_them_once(tmp_path: Path) -> None:
         cold.pause = 0.1
         loads = [space.start_load(names(0, 4)) for _ in range(2)]
         assert all(load.wait(5.0) for load in loads)
+        for load in loads:
+            load.release()
         assert sum(load.loaded for load in loads) == 4
         assert resident(space, 0, 4) == [0, 1, 2, 3]
         assert host.stats.cold_loaded == 4
@@ -633,11 +635,11 @@ def test_events_of_several_threads_come_in_the_order_in_which_things_happened() 
     wrong: list[BlockEvent] = []
 
     def listen(event: BlockEvent) -> None:
+        time.sleep(0.0005 if event.kind is EventKind.STORED else 0.0)
         for name in event.hashes:
             if (name in there) == (event.kind is EventKind.STORED):
                 wrong.append(event)
             there.symmetric_difference_update([name])
-        time.sleep(0.0002)
 
     with store(1) as host:
         space = host.space(SMALL)

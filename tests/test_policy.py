@@ -76,7 +76,7 @@ def test_looking_at_the_coldest_passes_what_was_superseded_only_once() -> None:
     policy.insert(np.arange(10_000, dtype=np.int32))
     policy.insert(np.arange(1, 10_000, dtype=np.int32))
     assert policy.coldest(3).tolist() == [0, 1, 2]
-    assert policy._log[policy._head : policy._head + 3].tolist() == [0, 1, 2]
+    assert policy._place[:3].tolist() == [policy._head + 1, policy._head + 2, policy._head + 3]
     policy.check_integrity()
     assert policy.coldest(10_000).tolist() == list(range(10_000))
 

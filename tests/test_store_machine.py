@@ -232,6 +232,7 @@ class Driver:
     def stop(self, drain: float) -> None:
         for load in self.loads:
             load.wait(10.0)
+            load.release()
         self.store.close()
         self.host.close(drain=drain)
 
@@ -256,9 +257,10 @@ class Driver:
         self.prefill(opened.row, extra)
 
     def load_ahead(self, text: Text) -> None:
-        load = self.store.start_load(
+        prompt = self.store.name_prompt(
             np.array(text.tokens, dtype=np.int32), root=text.root, extra_keys=text.extra_keys
         )
+        load = self.store.start_load(prompt)
         if load is not None:
             self.loads.append(load)
 
@@ -412,9 +414,7 @@ class Driver:
             if name not in self.store.pool.index and name not in self.space._index:
                 break
             blocks += 1
-        # What lies in host memory may be evicted until it is leased, unless nobody else is at work.
-        if self.loads or self.cold.fault is None:
-            self.loads = [load for load in self.loads if not load.done()]
+        # A load in the background may evict what lies in host memory until it is leased.
         return 0 if self.loads else blocks * SIZE
 
     def _learn(self, text: Text, length: int, *, partial: bool = False) -> None:
@@ -460,6 +460,10 @@ class Driver:
 
     def _check_host(self) -> None:
         """Every block that can be found in host memory is what its name says, and leases have owners."""
+        for load in self.loads:
+            if load.done():
+                load.release()
+        self.loads = [load for load in self.loads if not load.done()]
         with self.host._lock():
             for name, slot in self.space._index.items():
                 address = int(self.space.addresses(np.array([slot], dtype=np.int32))[0])
@@ -470,7 +474,7 @@ class Driver:
             for name in self.pinned:
                 leases[self.space._index[name]] += 1
             held = self.space._leases.copy()
-        if all(load.done() for load in self.loads):
+        if not self.loads:
             assert held.tolist() == leases.tolist()
         else:
             assert (held >= leases).all()
