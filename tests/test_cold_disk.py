@@ -211,7 +211,7 @@ def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
     DiskColdTier(tmp_path, capacity_bytes=1 << 20).close()
     marker = tmp_path / "kvpager-cold"
     marker.write_text(marker.read_text().replace("format 1", "format 7"))
-    with pytest.raises(ConfigError, match="holds another format .*format 7.*reads .*format 1"):
+    with pytest.raises(ConfigError, match=r"holds another format .*format 7.*reads .*format 1"):
         DiskColdTier(tmp_path, capacity_bytes=1 << 20)
     marker.write_bytes(b"\xff\x00")
     with pytest.raises(ConfigError, match="holds another format"):

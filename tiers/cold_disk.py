@@ -1,6 +1,8 @@
 """The cold tier on a local disk: a file a record, in 256 folders, renamed into place when whole.
 
-Plain files were chosen over LMDB by measurement (`benchmarks/cold_disk.py`).
+Plain files were chosen over LMDB (py-lmdb, `sync=False`) by `benchmarks/cold_disk.py`: with the file of a
+dropped record written over for the next one, a put is about six times faster at 2 MiB and 32 MiB (LMDB's is
+faster below 1 MiB: 1.6 times at 736 KiB), and a full disk or a bad sector is a status instead of a signal.
 
 What a put acknowledged survives the death of the process at any moment. A loss of power may cost the records
 written shortly before it (they are then short, or hold other bytes, and are found so when they are read),
@@ -17,7 +19,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +48,7 @@ _FILE_LIMIT: Final = (1 << 32) - 1
 _NOTE_LIMIT: Final = 4 << 20
 _GRAIN: Final = 4096
 _LANES: Final = 4
-_TOUCH_SECONDS: Final = 60.0
+_STAMP_SECONDS: Final = 600.0
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -55,7 +57,7 @@ class _Entry:
     """A record that is there: what it takes of the capacity, and the time that its file says."""
 
     room: int
-    touched: float
+    stamped: float
 
 
 class DiskColdTier:
@@ -99,6 +101,8 @@ class DiskColdTier:
         self._deadline = deadline
         self.stats = ColdStats()
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._calls = 0
         self._index: OrderedDict[str, _Entry] = OrderedDict()
         # By name and not by entry: a reader may have opened the file of a later record of that name.
         self._readers: Counter[str] = Counter()
@@ -177,15 +181,15 @@ class DiskColdTier:
         deadline: float | None = None,
     ) -> StatusArray:
         """Write one record per hash; one that is there already is only marked as used."""
-        began, until = self._begin(deadline)
         check_key(space, hashes)
         views = byte_views("payloads", payloads, len(hashes), writable=False)
 
         def write(index: int) -> ColdStatus:
             return self._put(space, hashes[index], views[index], replace=False)
 
-        status = self._each(len(hashes), write, until)
-        self.stats.count_put(status, views, time.monotonic() - began)
+        with self._call(deadline) as (began, until):
+            status = self._each(len(hashes), write, until)
+            self.stats.count_put(status, views, time.monotonic() - began)
         return status
 
     def get(
@@ -196,37 +200,35 @@ class DiskColdTier:
         deadline: float | None = None,
     ) -> StatusArray:
         """Read each payload into its buffer, verified. A record that does not verify is removed."""
-        began, until = self._begin(deadline)
         check_key(space, hashes)
         views = byte_views("into", into, len(hashes), writable=True)
 
         def read(index: int) -> ColdStatus:
             return self._get(space, hashes[index], views[index])
 
-        status = self._each(len(hashes), read, until)
-        self.stats.count_get(status, views, time.monotonic() - began)
+        with self._call(deadline) as (began, until):
+            status = self._each(len(hashes), read, until)
+            self.stats.count_get(status, views, time.monotonic() - began)
         return status
 
     def contains(
         self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None
     ) -> npt.NDArray[np.bool_]:
         """Which hashes have a record, from memory."""
-        self._begin(deadline)
         check_key(space, hashes)
         names = [self._name(space, prefix_hash) for prefix_hash in hashes]
-        with self._lock:
+        with self._call(deadline), self._idle:
             return np.fromiter((name in self._index for name in names), np.bool_, len(names))
 
     def delete(self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None) -> int:
         """Remove records; returns how many were there."""
-        _, until = self._begin(deadline)
         check_key(space, hashes)
         removed = 0
-        for prefix_hash in hashes:
-            if time.monotonic() >= until:
-                break
-            with self._lock:
-                removed += self._remove(self._name(space, prefix_hash))
+        with self._call(deadline) as (_, until):
+            for prefix_hash in hashes:
+                if time.monotonic() >= until:
+                    break
+                removed += self._delete(self._name(space, prefix_hash))
         return removed
 
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> ColdStatus:
@@ -235,31 +237,30 @@ class DiskColdTier:
         Raises:
             CapacityError: the note is larger.
         """
-        self._begin(deadline)
         if len(value) > _NOTE_LIMIT:
             raise CapacityError(f"a note of {len(value)} bytes, more than {_NOTE_LIMIT}")
-        status = self._put(NOTE_SPACE, note_hash(name), memoryview(value), replace=True)
+        with self._call(deadline):
+            status = self._put(NOTE_SPACE, note_hash(name), memoryview(value), replace=True)
         self.stats.count(np.array([status], np.uint8))
         return status
 
     def get_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
         """Read a named record."""
-        self._begin(deadline)
         prefix_hash = note_hash(name)
-        try:
-            size = os.stat(self._path(self._name(NOTE_SPACE, prefix_hash))).st_size - HEADER_BYTES
-        except OSError:
-            size = 0  # then reading it says what is wrong
-        value = bytearray(min(max(size, 0), _NOTE_LIMIT))
-        status = self._get(NOTE_SPACE, prefix_hash, memoryview(value))
+        with self._call(deadline):
+            try:
+                size = os.stat(self._path(self._name(NOTE_SPACE, prefix_hash))).st_size - HEADER_BYTES
+            except OSError:
+                size = 0  # then reading it says what is wrong
+            value = bytearray(min(max(size, 0), _NOTE_LIMIT))
+            status = self._get(NOTE_SPACE, prefix_hash, memoryview(value))
         self.stats.count(np.array([status], np.uint8))
         return status, bytes(value) if status == ColdStatus.OK else b""
 
     def delete_note(self, name: bytes, deadline: float | None = None) -> bool:
         """Remove a named record; returns whether it was there."""
-        self._begin(deadline)
-        with self._lock:
-            return self._remove(self._name(NOTE_SPACE, note_hash(name)))
+        with self._call(deadline):
+            return self._delete(self._name(NOTE_SPACE, note_hash(name)))
 
     def used_bytes(self) -> int | None:
         """Bytes of all records, rounded up to 4 KiB each."""
@@ -288,16 +289,26 @@ class DiskColdTier:
             if self._closed:
                 return
             self._closed = True
+            self._idle.wait_for(lambda: not self._calls)
         self._pool.shutdown(wait=True)
         self._unlock()
 
     # How calls are carried out.
 
-    def _begin(self, deadline: float | None) -> tuple[float, float]:
-        if self._closed:
-            raise ClosedError("the cold tier is closed")
+    @contextmanager
+    def _call(self, deadline: float | None) -> Iterator[tuple[float, float]]:
+        """A call under way, which `close` waits for: when it began, and until when it may last."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the cold tier is closed")
+            self._calls += 1
         now = time.monotonic()
-        return now, now + (self._deadline if deadline is None else deadline)
+        try:
+            yield now, now + (self._deadline if deadline is None else deadline)
+        finally:
+            with self._idle:
+                self._calls -= 1
+                self._idle.notify_all()
 
     def _each(self, count: int, work: Callable[[int], ColdStatus], until: float) -> StatusArray:
         """Do the work for every index, on a few threads so that the disk has several requests to serve."""
@@ -312,18 +323,12 @@ class DiskColdTier:
                     return
                 status[index] = work(index)
 
-        others = [self._submit(lane) for _ in range(min(_LANES, count) - 1)]
+        others = [self._pool.submit(lane) for _ in range(min(_LANES, count) - 1)]
         lane()
         for other in others:
             if not other.cancel():
                 other.result()
         return status
-
-    def _submit(self, lane: Callable[[], None]) -> Future[None]:
-        try:
-            return self._pool.submit(lane)
-        except RuntimeError as error:
-            raise ClosedError("the cold tier is closed") from error
 
     def _name(self, space: bytes, prefix_hash: bytes) -> str:
         digits = prefix_hash.hex()
@@ -339,15 +344,18 @@ class DiskColdTier:
             return ColdStatus.FULL
         with self._lock:
             entry = self._index.get(name)
-            if entry is not None and not replace:
-                self._touch(name, entry)
-                return ColdStatus.OK
-            try:
-                unfinished = self._make_room(_room(size), name)
-            except OSError as error:
-                return _status_of(error)
-            if unfinished is None:
-                return ColdStatus.FULL
+            present = entry is not None and not replace
+            if entry is not None:
+                self._index.move_to_end(name)
+            spare = [] if present else self._make_room(_room(size))
+        if present:
+            self._stamp(name)
+            return ColdStatus.OK
+        if spare is None:
+            return ColdStatus.FULL
+        unfinished = spare[0]
+        for path in spare[1:]:
+            _discard(path)
         try:
             (part,) = self._codec.split(space, prefix_hash, len(payload))
             header, body = self._codec.encode(part, payload, self._codec.new_write_id())
@@ -359,8 +367,7 @@ class DiskColdTier:
                 self._pending -= _room(size)
                 self._index[name] = _Entry(_room(size), time.time())
         except OSError as error:
-            with suppress(FileNotFoundError):
-                os.unlink(unfinished)
+            _discard(unfinished)
             with self._lock:
                 self._used -= _room(size)
                 self._pending -= _room(size)
@@ -372,35 +379,60 @@ class DiskColdTier:
                 return _status_of(error)
         return ColdStatus.OK
 
-    def _make_room(self, need: int, name: str) -> str | None:
-        """Count `need` bytes as used, dropping records for it, and name the file to write; None: no room.
+    def _make_room(self, need: int) -> list[str] | None:
+        """Count `need` bytes as used, dropping records for it; called under the lock.
 
-        Called under the lock. Where a record is dropped, its file is handed on: writing over blocks and
-        cached pages that are there takes half the time of getting new ones.
+        Returns:
+            Paths: of the file to write, and of files to unlink. None where there is no room. Where a record
+            is dropped, its file is the one to write: writing over blocks and cached pages that are there
+            takes a fraction of the time of giving them back and getting new ones.
         """
-        if need > self._capacity:
+        victims: list[str] = []
+        freed = 0
+        for name, entry in self._index.items():
+            if self._used - freed + need <= self._capacity:
+                break
+            # Read just now, its file must stay as it is.
+            if name not in self._readers:
+                victims.append(name)
+                freed += entry.room
+        if self._used - freed + need > self._capacity:
             return None
-        self._serial += 1
-        unfinished = self._path(f"{name[:2]}/{self._serial}{_UNFINISHED_SUFFIX}")
-        handed_on = False
-        while self._used + need > self._capacity:
-            victim = next((each for each in self._index if each not in self._readers), None)
-            if victim is None:  # all that is left is being read or written
-                if handed_on:
-                    os.unlink(unfinished)
-                return None
-            with suppress(FileNotFoundError):
-                if handed_on:
-                    os.unlink(self._path(victim))
-                else:
-                    os.rename(self._path(victim), unfinished)
-                    handed_on = True
-            self._used -= self._index.pop(victim).room
-            with self.stats.lock:
-                self.stats.evicted += 1
+        spare = [path for name in victims if (path := self._take_out(name)) is not None]
+        with self.stats.lock:
+            self.stats.evicted += len(victims)
         self._used += need
         self._pending += need
-        return unfinished
+        return spare or [self._unfinished()]
+
+    def _take_out(self, name: str) -> str | None:
+        """Forget a record and rename its file aside; called under the lock. Its new path, if it was there.
+
+        Renamed under the lock, so that a later record of the same name is not meant; unlinked after it,
+        since giving back the blocks of a file can take milliseconds.
+        """
+        self._used -= self._index.pop(name).room
+        aside = self._unfinished()
+        try:
+            os.rename(self._path(name), aside)
+        except OSError:  # gone already; or it cannot be, and is found again when the tier is next opened
+            return None
+        return aside
+
+    def _unfinished(self) -> str:
+        self._serial += 1
+        return self._path(f"{self._serial & 255:02x}/{self._serial}{_UNFINISHED_SUFFIX}")
+
+    def _delete(self, name: str, entry: _Entry | None = None) -> bool:
+        """Remove a record (only if it still is this one); whether it was there."""
+        with self._lock:
+            found = self._index.get(name)
+            if found is None or (entry is not None and found is not entry):
+                return False
+            aside = self._take_out(name)
+        if aside is not None:
+            _discard(aside)
+        return True
 
     def _write(self, path: str, header: bytes, body: memoryview) -> None:
         with _opened(path, os.O_WRONLY | os.O_CREAT) as file:
@@ -423,7 +455,7 @@ class DiskColdTier:
                 return ColdStatus.MISS
             # While it is read it is not dropped, and so its file is not written over.
             self._readers[name] += 1
-            self._touch(name, entry)
+            self._index.move_to_end(name)
         useless = False
         try:
             (part,) = self._codec.split(space, prefix_hash, len(into))
@@ -437,8 +469,10 @@ class DiskColdTier:
                 self._readers[name] -= 1
                 if not self._readers[name]:
                     del self._readers[name]
-                if useless and self._index.get(name) is entry:
-                    self._remove(name)
+        if useless:
+            self._delete(name, entry)
+        else:
+            self._stamp(name)
         return status
 
     def _read(self, path: str, part: Part, into: memoryview) -> tuple[ColdStatus, bool]:
@@ -466,24 +500,19 @@ class DiskColdTier:
             sound = verdict is Verdict.OK
             return ColdStatus.OK if sound else ColdStatus.CORRUPT, not sound
 
-    def _touch(self, name: str, entry: _Entry) -> None:
-        """Mark as just used; called under the lock. The file's time follows a minute behind at most."""
-        self._index.move_to_end(name)
+    def _stamp(self, name: str) -> None:
+        """Let the file's time follow the order of use, some minutes behind: a restart goes by it."""
         now = time.time()
-        if now - entry.touched > _TOUCH_SECONDS:
-            entry.touched = now
-            with suppress(OSError):  # only the order after a restart depends on it
+        entry = self._index.get(name)
+        if entry is not None and now - entry.stamped > _STAMP_SECONDS:
+            entry.stamped = now
+            with suppress(OSError):  # nothing but that order depends on it
                 os.utime(self._path(name), (now, now))
 
-    def _remove(self, name: str) -> bool:
-        """Take a record away; called under the lock."""
-        entry = self._index.pop(name, None)
-        if entry is None:
-            return False
-        self._used -= entry.room
-        with suppress(FileNotFoundError):
-            os.unlink(self._path(name))
-        return True
+
+def _discard(path: str) -> None:
+    with suppress(OSError):  # what is left under this name goes when the tier is next opened
+        os.unlink(path)
 
 
 def _room(size: int) -> int:
