@@ -21,6 +21,7 @@ from typing import Final
 
 import torch
 
+from ..tiers.address import FAR, INSTALL, TAG_MASK
 from ..tiers.errors import KernelError
 from ..tiers.layout import SLICE_ALIGNMENT, KVLayout
 from .memory import Span
@@ -38,9 +39,6 @@ __all__ = [
     "write_plan",
 ]
 
-_TAG_BITS: Final = SLICE_ALIGNMENT - 1
-_FAR: Final = 1
-_INSTALL: Final = 2
 _CHUNK_BYTES: Final = 16
 _QUERY_TILE: Final = 64
 """Queries whose scores are held at once: bounds memory, and keeps a tile's scores near the cache."""
@@ -356,12 +354,12 @@ def _attention_plan(
     if not words.numel():
         installs = torch.empty((3, 0), dtype=torch.int64, device=device)
         return AttentionPlan(layout, tuple(query_bounds), tuple(lengths), None, (), None, installs)
-    if bool((words & (_TAG_BITS & ~(_FAR | _INSTALL))).any()):
+    if bool((words & (TAG_MASK & ~(FAR | INSTALL))).any()):
         raise KernelError("block_table has words whose element encoding the reference does not read")
     blocks = _clean(words, "block_table")
     span = Span.over(blocks, layout.block_bytes, _DTYPES[layout.dtype])
     starts = (blocks - span.base) // SLICE_ALIGNMENT
-    tagged = (words & _INSTALL) != 0
+    tagged = (words & INSTALL) != 0
     installs = torch.cat((used.nonzero()[tagged].t(), starts[tagged][None]))
     offsets = _slice_offsets(layout, SLICE_ALIGNMENT, device)[:, :, None]
     slices = tuple(part + offsets for part in torch.split(starts, counts))
@@ -484,7 +482,7 @@ def _install(
     _expect("install", install, torch.int64, tuple(block_table.shape), block_table.device)
     rows, columns, starts = plan.installs
     words = install[rows, columns]
-    if bool((words & _TAG_BITS).any()):
+    if bool((words & TAG_MASK).any()):
         raise KernelError("install has destinations that are not multiples of 128 bytes")
     targets = _clean(words, "install")
     dtype = _DTYPES[layout.dtype]
@@ -511,7 +509,7 @@ def _stored_chunks(layout: KVLayout, device: torch.device) -> torch.Tensor:
 
 def _clean(words: torch.Tensor, name: str) -> torch.Tensor:
     """Block addresses without their tags."""
-    addresses: torch.Tensor = words & ~_TAG_BITS
+    addresses: torch.Tensor = words & ~TAG_MASK
     if bool((addresses <= 0).any()):
         raise KernelError(f"{name} has words that are no address")
     return addresses

@@ -79,6 +79,12 @@ class ReserveStatus(enum.IntEnum):
     """There was no room."""
 
 
+# Plain numbers: a member looked up on its class costs as much as comparing an array to it.
+_NEW: Final = int(ReserveStatus.NEW)
+_PRESENT: Final = int(ReserveStatus.PRESENT)
+_DENIED: Final = int(ReserveStatus.DENIED)
+
+
 @dataclass
 class HostStats:
     """Counters since the store was opened, in blocks."""
@@ -205,12 +211,12 @@ class Reservation:
         self.status = status
         self.slots = slots
         self.generations = generations
-        self._open = status == ReserveStatus.NEW
+        self._open = status == _NEW
 
     @property
     def new(self) -> npt.NDArray[np.int64]:
         """int64 [m]: positions of the hashes that were granted a slot."""
-        return np.flatnonzero(self.status == ReserveStatus.NEW)
+        return np.flatnonzero(self.status == _NEW)
 
     def commit(self, positions: npt.NDArray[np.int64] | None = None) -> None:
         """The bytes of these positions (default: all that are still open) are written: publish them.
@@ -289,6 +295,8 @@ class HostStore:
         self._spaces: dict[bytes, HostSpace] = {}
         self._mover = HostMover()
         self._clock = 0
+        self._taken = 0
+        """Extents that spaces have."""
         self._closed = False
         self._loaders = ThreadPoolExecutor(2, thread_name_prefix="kvpager-load") if cold else None
         self._cleaner: threading.Thread | None = None
@@ -335,7 +343,7 @@ class HostStore:
                 continue
             with self._lock():
                 # What the background thread is writing just now is as good as written.
-                if not any(space._cleaning.any() for space in self._spaces.values()):
+                if not any(space._num_cleaning for space in self._spaces.values()):
                     break
                 self._changed.wait(max(0.0, end - time.monotonic()))
         with self._lock():
@@ -380,6 +388,8 @@ class HostStore:
                         raise IntegrityError(f"extent {extent} belongs to two spaces")
                     owned[extent] = space
                 space._check_integrity()
+            if len(owned) != self._taken:
+                raise IntegrityError(f"spaces have {len(owned)} extents, {self._taken} are counted")
         if self.cold is not None:
             self.cold.check_integrity()
 
@@ -493,6 +503,8 @@ class HostSpace:
         self._pins = np.zeros(capacity, dtype=np.int32)
         self._in_cold = np.zeros(capacity, dtype=np.bool_)
         self._cleaning = np.zeros(capacity, dtype=np.bool_)
+        """Being copied to the cold tier just now."""
+        self._num_cleaning = 0
         self._used_at = np.zeros(capacity, dtype=np.int64)
         self._hashes = np.zeros(capacity, dtype=f"V{HASH_BYTES}")
         self._short = 0
@@ -517,7 +529,9 @@ class HostSpace:
 
     def addresses(self, slots: Ids) -> npt.NDArray[np.int64]:
         """Host addresses of slots, int64 [n]. On a GPU, add `PinnedArena.device_delta`."""
-        extent, place = np.divmod(slots.astype(np.int64), self.slots_per_extent)
+        slots = slots.astype(np.int64)
+        extent = slots // self.slots_per_extent
+        place = slots - extent * self.slots_per_extent
         arena = self.store.arena
         found: npt.NDArray[np.int64] = (
             arena.base + extent * arena.extent_bytes + place * self.layout.block_bytes
@@ -527,7 +541,9 @@ class HostSpace:
     def slots_at(self, addresses: npt.NDArray[np.int64]) -> Ids:
         """The inverse of `addresses`; tags in the low seven bits are ignored."""
         arena = self.store.arena
-        extent, place = np.divmod(addresses - arena.base, arena.extent_bytes)
+        offsets = addresses - arena.base
+        extent = offsets // arena.extent_bytes
+        place = offsets - extent * arena.extent_bytes
         slots: Ids = (extent * self.slots_per_extent + place // self.layout.block_bytes).astype(np.int32)
         return slots
 
@@ -635,7 +651,7 @@ class HostSpace:
             while True:
                 status, slots, wanted = self._classify(hashes)
                 # Making room must not evict what was just found to be present.
-                present = np.unique(slots[status == ReserveStatus.PRESENT])
+                present = np.unique(slots[status == _PRESENT]) if len(wanted) < len(hashes) else slots[:0]
                 self._take_leases(present)
                 granted = self._take_slots(len(wanted))
                 self._short = len(wanted) - len(granted)
@@ -650,7 +666,7 @@ class HostSpace:
                 store._check_open()
             chosen = wanted[: len(granted)]
             names = [hashes[at] for at in chosen.tolist()]
-            status[chosen] = ReserveStatus.NEW
+            status[chosen] = _NEW
             slots[chosen] = granted
             self._state[granted] = _RESERVED
             self._generations[granted] += 1
@@ -658,7 +674,7 @@ class HostSpace:
             if names:
                 self._hashes[granted] = np.frombuffer(b"".join(names), dtype=f"V{HASH_BYTES}")
             store.stats.denied += len(wanted) - len(granted)
-            generations = np.where(status <= ReserveStatus.PRESENT, self._generations[slots], 0)
+            generations = np.where(status <= _PRESENT, self._generations[slots], 0)
         return Reservation(self, hashes, status, slots, generations)
 
     def commit(self, slots: Ids, generations: Generations, *, in_cold: bool = False) -> None:
@@ -671,9 +687,9 @@ class HostSpace:
             good = self._valid(slots, generations, _RESERVED)
             mine = slots[good]
             names = self._names(mine)
-            for name, slot in zip(names, mine.tolist(), strict=True):
+            for name in names:
                 del self._pending[name]
-                self._index[name] = slot
+            self._index.update(zip(names, mine.tolist(), strict=True))
             self._state[mine] = _COMMITTED
             self._in_cold[mine] = in_cold
             self._used_at[mine] = self.store._tick()
@@ -721,7 +737,7 @@ class HostSpace:
                 source = blocks.ctypes.data + new * blocks.strides[0]
                 self._copy(source, self.addresses(reservation.slots[new]))
             reservation.commit()
-            return int(np.count_nonzero(reservation.status != ReserveStatus.DENIED))
+            return int(np.count_nonzero(reservation.status != _DENIED))
 
     def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
         """Copy the leading resident blocks out.
@@ -885,6 +901,7 @@ class HostSpace:
             if not len(slots):
                 return 0
             self._cleaning[slots] = True
+            self._num_cleaning += len(slots)
             names = self._names(slots)
             generations = self._generations[slots]
         deadline = store._cold_deadline
@@ -899,6 +916,7 @@ class HostSpace:
                 view.release()
             with store._lock():
                 self._cleaning[slots] = False
+                self._num_cleaning -= len(slots)
                 done = (status == ColdStatus.OK) & (self._generations[slots] == generations)
                 self._in_cold[slots[done]] = True
                 written = int(np.count_nonzero(done))
@@ -976,8 +994,11 @@ class HostSpace:
 
     def _classify(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], Ids, npt.NDArray[np.int64]]:
         """Per hash its status, with the slot of what is present, and the positions that want a slot."""
-        status = np.full(len(hashes), ReserveStatus.DENIED, dtype=np.uint8)
+        status = np.full(len(hashes), _DENIED, dtype=np.uint8)
         slots = np.zeros(len(hashes), dtype=np.int32)
+        known = self._index.keys(), self._pending.keys()
+        if all(names.isdisjoint(hashes) for names in known) and len(set(hashes)) == len(hashes):
+            return status, slots, np.arange(len(hashes))
         wanted: list[int] = []
         asked: set[bytes] = set()
         for at, name in enumerate(hashes):
@@ -996,8 +1017,9 @@ class HostSpace:
         """Up to `count` slots: free ones, a new extent's, or those of blocks evicted for it."""
         store = self.store
         while (missing := count - self._slots.free_count) > 0:
-            extent = store.arena.take_extent()
+            extent = store.arena.take_extent() if store._taken < store.arena.num_extents else None
             if extent is not None:
+                store._taken += 1
                 self.extents.add(extent)
                 self._slots.add(extent * self.slots_per_extent, self.slots_per_extent)
             elif not self._evict_clean(missing) and not store._reclaim_extent(self):
@@ -1019,7 +1041,7 @@ class HostSpace:
             candidates = self._policy.coldest(2 * count + 64)
             clean = self._in_cold[candidates] & ~self._cleaning[candidates]
         else:
-            candidates = self._policy.coldest(count + int(np.count_nonzero(self._cleaning)))
+            candidates = self._policy.coldest(count + self._num_cleaning)
             clean = ~self._cleaning[candidates]
         return self._evict(candidates[clean][:count])
 
@@ -1062,6 +1084,7 @@ class HostSpace:
         self._slots.remove(first, self.slots_per_extent)
         self.extents.discard(extent)
         self.store.arena.give_extent(extent)
+        self.store._taken -= 1
         return True
 
     def _ahead(self) -> int:
@@ -1072,7 +1095,7 @@ class HostSpace:
         """
         arena = self.store.arena
         owned = len(self.extents)
-        unassigned = arena.num_extents - sum(len(s.extents) for s in self.store._spaces.values())
+        unassigned = arena.num_extents - self.store._taken
         slots = (owned + unassigned) * self.slots_per_extent
         free = self._slots.free_count + unassigned * self.slots_per_extent
         return max(int(slots * self.store._clean_ahead) - free, self._short)
@@ -1115,6 +1138,8 @@ class HostSpace:
             for name, slot in book.items():
                 if self._hashes[slot].tolist() != name:
                     raise IntegrityError(f"host slot {slot} has another hash than the index says")
+        if self._num_cleaning != np.count_nonzero(self._cleaning):
+            raise IntegrityError(f"{self._num_cleaning} host blocks are counted as being copied below")
         if (self._leases < 0).any() or (self._pins > self._leases).any():
             raise IntegrityError("a host slot has fewer leases than pins, or less than none")
         evictable = np.flatnonzero((self._state == _COMMITTED) & (self._leases == 0))

@@ -56,7 +56,8 @@ class BlockPool:
         self.moving = np.zeros(capacity, dtype=np.bool_)
         """A copy to host memory is being made: its bytes must stay."""
         self.index: dict[bytes, int] = {}
-        self._hashes: list[bytes | None] = [None] * capacity
+        self._hashes = np.full(capacity, None, dtype=object)
+        self._named = np.zeros(capacity, dtype=np.bool_)
         self._slots = slots
         self._policy = policy
         self._on_evict = on_evict
@@ -84,7 +85,18 @@ class BlockPool:
 
     def hash_of(self, block: int) -> bytes | None:
         """The prefix hash by which a block can be found, or None."""
-        return self._hashes[block]
+        name: bytes | None = self._hashes[block]
+        return name
+
+    def named(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which blocks can be found by a hash (bool [n])."""
+        found: npt.NDArray[np.bool_] = self._named[ids]
+        return found
+
+    def hashes_of(self, ids: Ids) -> list[bytes]:
+        """The prefix hashes of blocks, all of them `named`."""
+        names: list[bytes] = self._hashes[ids].tolist()
+        return names
 
     def coldest(self, count: int) -> Ids:
         """Up to `count` cached blocks that would be evicted next."""
@@ -111,13 +123,11 @@ class BlockPool:
     def evict(self, victims: Ids) -> None:
         """Free cached blocks, none of them moving."""
         self._policy.remove(victims)
-        gone = []
-        for block in victims.tolist():
-            name = self._hashes[block]
-            if name is not None:
-                del self.index[name]
-                self._hashes[block] = None
-                gone.append(name)
+        gone = self.hashes_of(victims)
+        for name in gone:
+            del self.index[name]
+        self._hashes[victims] = None
+        self._named[victims] = False
         self._free(victims)
         self._on_evict(gone)
 
@@ -150,7 +160,7 @@ class BlockPool:
         if after.all():
             return
         idle = ids[after == 0]
-        named = np.fromiter((self._hashes[block] is not None for block in idle.tolist()), np.bool_, len(idle))
+        named = self._named[idle]
         if named.all():
             self._policy.insert(idle[::-1])
         else:
@@ -161,18 +171,23 @@ class BlockPool:
         self.generations[ids] += 1
         self._slots.free(ids)
 
-    def publish(self, block: int, name: bytes) -> None:
-        """The block is full and immutable and can be found by its hash, which nothing in the index has."""
-        self.index[name] = block
-        self._hashes[block] = name
+    def publish(self, ids: Ids, names: Sequence[bytes]) -> None:
+        """Blocks are full and immutable and can be found by their hashes, which nothing in the index has."""
+        self.index.update(zip(names, ids.tolist(), strict=True))
+        # numpy would make fixed-width strings of a list, and lose a hash's last byte where that is zero.
+        column = np.empty(len(ids), dtype=object)
+        column[:] = names
+        self._hashes[ids] = column
+        self._named[ids] = True
 
     def withdraw(self, block: int) -> None:
         """A held block can no longer be found, nor do its copies below hold: it is about to change."""
-        name = self._hashes[block]
+        name = self.hash_of(block)
         self.host_generations[block] = 0
         if name is not None:
             del self.index[name]
             self._hashes[block] = None
+            self._named[block] = False
             self._on_evict([name])
 
     def check_integrity(self, held: npt.NDArray[np.int64]) -> None:
@@ -192,6 +207,8 @@ class BlockPool:
             if self._hashes[block] != name:
                 raise IntegrityError(f"the index names device block {block}, which has another hash")
         named = np.array([name is not None for name in self._hashes])
+        if not np.array_equal(named, self._named):
+            raise IntegrityError("a device block has a hash and is not said to be named, or the reverse")
         if int(named.sum()) != len(self.index):
             raise IntegrityError(
                 f"{int(named.sum())} device blocks are named, {len(self.index)} in the index"

@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..tiers.address import FAR, TAG_MASK
 from ..tiers.arena import DeviceArena
 from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.layout import KVLayout
@@ -40,7 +41,7 @@ from .host import ColdLoad, HostSpace, HostStore
 from .policy import Ids, make_policy
 from .pool import BlockPool
 from .session import SessionRecord, SleepingSequence
-from .tables import FAR, TAG_MASK, BlockTable, Words
+from .tables import BlockTable, Words
 from .writeback import WriteBack, is_over
 
 __all__ = ["NamedPrompt", "Opened", "Sharing", "StoreStats", "TieredStore"]
@@ -449,11 +450,12 @@ class TieredStore:
         """
         if self._shared_tail[rows].any():
             self._own_tails(rows[self._shared_tail[rows]])
-        wanted = -(-(self.lengths[rows] + counts) // self.layout.block_size) - self.table.counts[rows]
+        size = self.layout.block_size
+        wanted = self.lengths[rows] + counts - self.table.counts[rows] * size
         growing = np.flatnonzero(wanted > 0)
         if not len(growing):
             return
-        wanted = wanted[growing]
+        wanted = -(-wanted[growing] // size)
         total = int(wanted.sum())
         words = self.arena.addresses(self._allocate(total))
         if total == len(growing):
@@ -484,7 +486,7 @@ class TieredStore:
                 keys = {at - known: keys for at, keys in self._extra_keys[row].items() if at >= known}
                 hashes += hash_blocks(unnamed, size, hashes[-1] if hashes else self._roots[row], keys)
             blocks = np.arange(first, stop, dtype=np.int64)
-            self._publish(np.full(len(blocks), row, dtype=np.int64), blocks)
+            self._publish(np.full(len(blocks), row, dtype=np.int64), blocks, hashes[first:stop])
             self._tails[row, : after % size] = pending[(stop - first) * size :]
         else:
             self._tails[row, before % size : after % size] = tokens
@@ -503,7 +505,8 @@ class TieredStore:
         self.lengths[rows] = lengths + 1
         full = np.flatnonzero(places == size - 1)
         if len(full):
-            self._publish(rows[full], lengths[full] // size)
+            rows, columns = rows[full], lengths[full] // size
+            self._publish(rows, columns, self._names_of(rows, columns))
 
     def poll(self) -> None:
         """Between steps: end leases, finish copies, start the next ones.
@@ -962,35 +965,41 @@ class TieredStore:
             self._name(block, [name])
         return name
 
-    def _publish(self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> None:
-        """Blocks (row, column) are full: name them, let them be found, queue their copies."""
+    def _publish(
+        self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], names: list[bytes]
+    ) -> None:
+        """Blocks (row, column) are full: let them be found by their names, queue their copies."""
         blocks = self.arena.slots_at(self.table.words[rows, columns])
         index = self.pool.index
+        if not index.keys().isdisjoint(names) or len(set(names)) < len(names):
+            fresh: list[int] = []
+            for at, (name, block) in enumerate(zip(names, blocks.tolist(), strict=True)):
+                twin = index.get(name)
+                if twin is None:
+                    self.pool.publish(blocks[at : at + 1], [name])
+                    fresh.append(at)
+                elif twin != block:
+                    self._adopt(int(rows[at]), int(columns[at]), block, twin)
+            blocks, names = blocks[fresh], [names[at] for at in fresh]
+        else:
+            self.pool.publish(blocks, names)
+        self._queue(blocks, names)
+
+    def _names_of(self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> list[bytes]:
+        """Prefix hashes of blocks that are full; those beyond a prompt are computed from the rows' tails."""
+        names = []
         messages: list[bytes] | None = None
-        fresh: list[int] = []
-        names: list[bytes] = []
-        twins: list[tuple[int, int, int, int]] = []
-        places = zip(rows.tolist(), columns.tolist(), blocks.tolist(), strict=True)
-        for at, (row, column, block) in enumerate(places):
+        for at, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
             hashes = self._hashes[row]
-            if column < len(hashes):
-                name = hashes[column]
-            else:
+            if column >= len(hashes):
                 if messages is None:
                     messages = pack_blocks(self._tails[rows])
-                message = messages[at] + pack_keys(self._extra_keys[row].get(column, ()))
-                name = link(hashes[-1] if hashes else self._roots[row], message)
-                hashes.append(name)
-            twin = index.get(name)
-            if twin is None:
-                self.pool.publish(block, name)
-                fresh.append(block)
-                names.append(name)
-            elif twin != block:
-                twins.append((row, column, block, twin))
-        for row, column, block, twin in twins:
-            self._adopt(row, column, block, twin)
-        self._queue(np.array(fresh, dtype=np.int32), names)
+                message = messages[at]
+                if self._extra_keys[row]:
+                    message += pack_keys(self._extra_keys[row].get(column, ()))
+                hashes.append(link(hashes[-1] if hashes else self._roots[row], message))
+            names.append(hashes[column])
+        return names
 
     def _adopt(self, row: int, column: int, block: int, twin: int) -> None:
         """The same block was computed elsewhere at the same time: hold that one, free this."""
@@ -1001,8 +1010,7 @@ class TieredStore:
         self.stats.adopted += 1
 
     def _name(self, blocks: Ids, names: list[bytes]) -> None:
-        for block, name in zip(blocks.tolist(), names, strict=True):
-            self.pool.publish(block, name)
+        self.pool.publish(blocks, names)
         self._queue(blocks, names)
 
     def _queue(self, blocks: Ids, names: list[bytes]) -> None:
@@ -1073,12 +1081,10 @@ class TieredStore:
         blocks = promotion.blocks
         self.pool.host_slots[blocks] = promotion.slots
         self.pool.host_generations[blocks] = promotion.generations
-        stored = []
-        for block, name in zip(blocks.tolist(), promotion.hashes, strict=True):
-            if name not in self.pool.index:
-                self.pool.publish(block, name)
-                stored.append(name)
-        self.events.emit(EventKind.STORED, "device", self.space, stored)
+        new = [at for at, name in enumerate(promotion.hashes) if name not in self.pool.index]
+        names = [promotion.hashes[at] for at in new]
+        self.pool.publish(blocks[new], names)
+        self.events.emit(EventKind.STORED, "device", self.space, names)
         self.stats.promoted += len(blocks)
 
     def _tell_removed(self, hashes: Sequence[bytes]) -> None:

@@ -1,25 +1,19 @@
 """Block tables: per sequence a row of block addresses, the GPU's page table.
 
-A word is the 64-bit address of a block with tags in its low seven bits (slices are aligned to 128 bytes):
-bit 0 *far*, not in this GPU's memory; bit 1 *install*, a device slot waits for it; bits 2-4 the element
-encoding. The table here is the truth; a device keeps a mirror of it, brought up to date with
-`take_changes`.
+A word is a block's address with its tags (`tiers/address.py`). The table here is the truth; a device keeps a
+mirror of it, brought up to date with `take_changes`.
 """
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import CapacityError
 
-__all__ = ["FAR", "INSTALL", "TAG_MASK", "BlockTable", "Words"]
-
-FAR: Final = 1
-INSTALL: Final = 2
-TAG_MASK: Final = 127
+__all__ = ["BlockTable", "Words"]
 
 Words: TypeAlias = npt.NDArray[np.int64]
 

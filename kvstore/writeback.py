@@ -93,13 +93,12 @@ class WriteBack:
         self._queued = 0
         pool = self._pool
         current = (pool.generations[blocks] == generations) & (pool.host_generations[blocks] == 0)
-        current &= ~pool.moving[blocks]
-        candidates = blocks[current].tolist()
-        named = {block: name for block in candidates if (name := pool.hash_of(block)) is not None}
-        if not named:
+        current &= pool.named(blocks) & ~pool.moving[blocks]
+        # A block is queued twice if it was withdrawn and filled on in between.
+        asked = np.unique(blocks[current])
+        if not len(asked):
             return
-        reservation = self._host.reserve(list(named.values()), wait=wait)
-        asked = np.fromiter(named, dtype=np.int32, count=len(named))
+        reservation = self._host.reserve(pool.hashes_of(asked), wait=wait)
         status = reservation.status
         present = np.flatnonzero(status == ReserveStatus.PRESENT)
         pool.host_slots[asked[present]] = reservation.slots[present]

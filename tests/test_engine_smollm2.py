@@ -23,10 +23,10 @@ from kvpager.tiers.cold_disk import DiskColdTier
 TOKENS = 64
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 STORY = (
-    "A small harbour town lies at the mouth of a river. Every morning the fishing boats come back before the sun "
-    "is high, and the market on the quay begins. The keeper of the lighthouse buys bread, lamp oil and the news "
-    "of the day. She has kept a diary for thirty years, and in it she writes about the weather, the ships that "
-    "pass, and the strangers who ask her for the way."
+    "A small harbour town lies at the mouth of a river. Every morning the fishing boats come back before the "
+    "sun is high, and the market on the quay begins. The keeper of the lighthouse buys bread, lamp oil and "
+    "the news of the day. She has kept a diary for thirty years, and in it she writes about the weather, the "
+    "ships that pass, and the strangers who ask her for the way."
 )
 QUESTIONS = (
     "Who keeps the diary?",

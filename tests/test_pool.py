@@ -19,7 +19,7 @@ class Fixture:
     def named(self, *names: bytes) -> npt.NDArray[np.int32]:
         blocks = self.pool.allocate(len(names))
         for block, name in zip(blocks.tolist(), names, strict=True):
-            self.pool.publish(block, name)
+            self.pool.publish(np.array([block], dtype=np.int32), [name])
         return blocks
 
     def check(self, *held: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ def test_a_block_is_free_held_or_cached() -> None:
 def test_an_unnamed_block_is_free_as_soon_as_nobody_holds_it() -> None:
     fixture = Fixture(2)
     blocks = fixture.pool.allocate(2)
-    fixture.pool.publish(int(blocks[0]), b"a")
+    fixture.pool.publish(blocks[:1], [b"a"])
     fixture.pool.drop(blocks)
     assert (fixture.pool.free, fixture.pool.cached) == (1, 1)
     fixture.check()

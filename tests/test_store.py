@@ -14,7 +14,7 @@ from kvpager.kvstore.hashing import hash_blocks, hash_partial
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.session import SessionRecord
 from kvpager.kvstore.store import Opened, TieredStore
-from kvpager.kvstore.tables import FAR, TAG_MASK
+from kvpager.tiers.address import FAR, TAG_MASK
 from kvpager.tiers.arena import AddressArray
 from kvpager.tiers.cold import ColdTier
 from kvpager.tiers.cold_disk import DiskColdTier

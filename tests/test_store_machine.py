@@ -28,7 +28,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvpager.kvstore.host import ColdLoad, HostStore
 from kvpager.kvstore.session import SleepingSequence
 from kvpager.kvstore.store import Opened, TieredStore
-from kvpager.kvstore.tables import FAR, TAG_MASK
+from kvpager.tiers.address import FAR, TAG_MASK
 from kvpager.tiers.arena import AddressArray
 from kvpager.tiers.cold import ColdStats, ColdStatus, StatusArray
 from kvpager.tiers.cold_disk import DiskColdTier

@@ -5,7 +5,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvpager.kvstore.tables import FAR, INSTALL, TAG_MASK, BlockTable
+from kvpager.kvstore.tables import BlockTable
+from kvpager.tiers.address import FAR, INSTALL, TAG_MASK
 from kvpager.tiers.errors import CapacityError
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from .address import TAG_MASK
 from .errors import CapacityError, ClosedError, ConfigError, IntegrityError, MemoryUnavailableError
 from .layout import SLICE_ALIGNMENT
 from .memory import format_bytes, memory_headroom
@@ -23,7 +24,6 @@ AddressArray: TypeAlias = npt.NDArray[np.int64]
 
 _TAKEN: Final = -1
 _ABSENT: Final = -2
-_TAG_MASK: Final = np.int64(SLICE_ALIGNMENT - 1)
 _HOST_ALIGNMENT: Final = 4096
 _NO_SLOTS: Final = np.empty(0, np.int32)
 
@@ -242,8 +242,9 @@ class DeviceArena:
         Raises:
             IntegrityError: an address is not that of a slot of this arena.
         """
-        slots, inside = np.divmod((addresses & ~_TAG_MASK) - self.base, self.slot_bytes)
-        if ((slots < 0) | (slots >= self.num_slots) | (inside != 0)).any():
+        offsets = (addresses & ~TAG_MASK) - self.base
+        slots = offsets // self.slot_bytes  # numpy multiplies instead; divmod would divide
+        if ((slots * self.slot_bytes != offsets) | (slots < 0) | (slots >= self.num_slots)).any():
             raise IntegrityError("an address is not that of a slot of this arena")
         return slots.astype(np.int32)
 
