@@ -91,8 +91,9 @@ def run(sequences: int, tokens: int, steps: int) -> dict[str, Any]:
 
 def _tables(store: TieredStore, step: Step) -> None:
     """What the runner reads of the tables: where each token's KV goes."""
-    columns, offsets = np.divmod(step.lengths, store.layout.block_size)
-    store.table.words[step.rows, columns] + offsets
+    size = store.layout.block_size
+    columns = step.lengths // size
+    store.table.words[step.rows, columns] + (step.lengths - columns * size)
 
 
 def main() -> int:

@@ -63,7 +63,8 @@ class Runner:
             positions.append(np.arange(chunk.start, stop, dtype=np.int64))
             rows.append(np.full(chunk.count, chunk.row, dtype=np.int64))
         places = np.concatenate(positions)
-        columns, offsets = np.divmod(places, size)
+        columns = places // size
+        offsets = places - columns * size
         words = self._store.table.words
         chunk_rows = np.array([chunk.row for chunk in chunks], dtype=np.int64)
         chunk_lengths = np.array([chunk.start + chunk.count for chunk in chunks], dtype=np.int32)

@@ -232,7 +232,7 @@ class Scheduler:
         if step.chunks:
             self._start_decoding(step.chunks)
         stopped = (self._stops[rows] == sampled[:, None]).any(axis=1)
-        ended = np.flatnonzero(stopped | (counts >= self._limits[rows]))
+        ended = (stopped | (counts >= self._limits[rows])).nonzero()[0]
         finished = []
         for at in ended.tolist():
             sequence = self.sequence_at(int(rows[at]))

@@ -452,7 +452,7 @@ class TieredStore:
             self._own_tails(rows[self._shared_tail[rows]])
         size = self.layout.block_size
         wanted = self.lengths[rows] + counts - self.table.counts[rows] * size
-        growing = np.flatnonzero(wanted > 0)
+        growing = (wanted > 0).nonzero()[0]
         if not len(growing):
             return
         wanted = -(-wanted[growing] // size)
@@ -503,7 +503,7 @@ class TieredStore:
         places = lengths % size
         self._tails[rows, places] = tokens
         self.lengths[rows] = lengths + 1
-        full = np.flatnonzero(places == size - 1)
+        full = (places == size - 1).nonzero()[0]
         if len(full):
             rows, columns = rows[full], lengths[full] // size
             self._publish(rows, columns, self._names_of(rows, columns))

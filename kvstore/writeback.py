@@ -21,8 +21,10 @@ from .pool import BlockPool
 
 __all__ = ["WriteBack", "is_over"]
 
-# A batch below this waits for more, so that bookkeeping and copies are spent on dozens of blocks.
-_BATCH: Final = 64
+# A batch waits for more blocks until it has this many, or its first block has waited this long: so the
+# bookkeeping of a copy is spent on many.
+_BATCH: Final = 256
+_LINGER_SECONDS: Final = 0.02
 _RETRY_SECONDS: Final = 0.05
 
 
@@ -49,6 +51,7 @@ class WriteBack:
         self._queue: list[tuple[Ids, npt.NDArray[np.int64]]] = []
         self._queued = 0
         self._retry_at = 0.0
+        self._due_at = 0.0
         self._writes: deque[_Write] = deque()
         self.written = 0
         """Blocks copied since the store was opened."""
@@ -65,6 +68,8 @@ class WriteBack:
 
     def add(self, blocks: Ids) -> None:
         """Queue blocks that were just published."""
+        if not self._queue:
+            self._due_at = time.monotonic() + _LINGER_SECONDS
         self._queue.append((blocks, self._pool.generations[blocks]))
         self._queued += len(blocks)
 
@@ -76,8 +81,10 @@ class WriteBack:
         """
         while self._writes and is_over(self._writes[0].transfer):
             self._finish(self._writes.popleft())
-        if self._queued >= _BATCH and time.monotonic() >= self._retry_at:
-            self.start()
+        if self._queue:
+            now = time.monotonic()
+            if now >= self._retry_at and (self._queued >= _BATCH or now >= self._due_at):
+                self.start()
 
     def start(self, *, wait: float = 0.0) -> None:
         """Reserve host slots for everything queued and start copying. What is denied stays queued.

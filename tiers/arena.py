@@ -219,6 +219,7 @@ class DeviceArena:
         """Where the slab is: ``cpu`` or ``cuda:N``."""
         self.slot_bytes = block_bytes
         self.num_slots = num_blocks
+        self._span = block_bytes * num_blocks
         self.slots = SlotAllocator(num_blocks)
 
     @property
@@ -244,7 +245,9 @@ class DeviceArena:
         """
         offsets = (addresses & ~TAG_MASK) - self.base
         slots = offsets // self.slot_bytes  # numpy multiplies instead; divmod would divide
-        if ((slots * self.slot_bytes != offsets) | (slots < 0) | (slots >= self.num_slots)).any():
+        # Seen as unsigned, an address below the arena is far beyond it.
+        inside = offsets.view(np.uint64) < self._span
+        if not (inside & (slots * self.slot_bytes == offsets)).all():
             raise IntegrityError("an address is not that of a slot of this arena")
         return slots.astype(np.int32)
 
