@@ -155,10 +155,15 @@ class Server:
 
     def _dial_until_up(self) -> None:
         pause = _FIRST_PAUSE
+        again = True
         while True:
+            began = time.monotonic()
             try:
                 wire = self.dial()
             except CONNECT_ERRORS as error:
+                if again and self._trouble is None and time.monotonic() - began < _STALL_SECONDS:
+                    again = False  # a server that has just restarted may break one connection off
+                    continue
                 with self._condition:
                     if self._trouble is None and not self._closed:
                         _log.warning("cold tier %s is down: %s", self.label, describe(error))
@@ -322,10 +327,11 @@ class Fleet:
         keep = {(self._address.host, self._address.port)}
         for entry in reply:
             match entry:
-                case [int(first), int(last), [bytes(host), int(port), *_], *_] if (
+                # A node that does not know its own name sends none, and means where it was asked.
+                case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if (
                     0 <= first <= last < _SLOTS and 0 < port < 65536
                 ):
-                    where = (host.decode("ascii", "replace") or self._address.host, port)
+                    where = ((host or b"").decode("ascii", "replace") or self._address.host, port)
                     keep.add(where)
                     slots[first : last + 1] = [self._server(*where)] * (last + 1 - first)
                 case _:
