@@ -651,13 +651,15 @@ class HostSpace:
             while True:
                 status, slots, wanted = self._classify(hashes)
                 # Making room must not evict what was just found to be present.
-                present = np.unique(slots[status == _PRESENT]) if len(wanted) < len(hashes) else slots[:0]
-                self._take_leases(present)
+                present = np.unique(slots[status == _PRESENT]) if len(wanted) < len(hashes) else None
+                if present is not None:
+                    self._take_leases(present)
                 granted = self._take_slots(len(wanted))
                 self._short = len(wanted) - len(granted)
                 left = end - time.monotonic()
                 waits = self._short > 0 and left > 0 and self._room_may_come()
-                self._drop_leases(present)
+                if present is not None:
+                    self._drop_leases(present)
                 if not waits:
                     break
                 self._slots.free(granted)
@@ -685,7 +687,7 @@ class HostSpace:
         """
         with self.store._lock():
             good = self._valid(slots, generations, _RESERVED)
-            mine = slots[good]
+            mine = slots if good.all() else slots[good]
             names = self._names(mine)
             for name in names:
                 del self._pending[name]
@@ -697,7 +699,7 @@ class HostSpace:
             self.store.stats.committed += len(mine)
             self.store._outbox.append((EventKind.STORED, "host", self.id, names))
             self.store._changed.notify_all()
-            if not good.all():
+            if len(mine) < len(slots):
                 self._refuse("commit", slots[~good])
 
     def abort(self, slots: Ids, generations: Generations) -> None:
@@ -759,10 +761,7 @@ class HostSpace:
             return len(lease)
 
     def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
-        transfer = self.store._mover.copy(source, target, self.layout.block_bytes)
-        transfer.wait()
-        if transfer.error is not None:
-            raise transfer.error
+        self.store._mover.copy_now(source, target, self.layout.block_bytes)
 
     # Keeping and losing blocks
 
@@ -1040,14 +1039,20 @@ class HostSpace:
         if self.store._cold_takes():
             candidates = self._policy.coldest(2 * count + 64)
             clean = self._in_cold[candidates] & ~self._cleaning[candidates]
-        else:
+        elif self._num_cleaning:
             candidates = self._policy.coldest(count + self._num_cleaning)
             clean = ~self._cleaning[candidates]
+        else:
+            return self._forget(self._policy.evict(count))
         return self._evict(candidates[clean][:count])
 
     def _evict(self, slots: Ids) -> int:
+        self._policy.remove(slots)
+        return self._forget(slots)
+
+    def _forget(self, slots: Ids) -> int:
+        """Free blocks that the policy ranks no more; returns how many."""
         if len(slots):
-            self._policy.remove(slots)
             names = self._names(slots)
             for name in names:
                 del self._index[name]
