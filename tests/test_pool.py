@@ -22,10 +22,10 @@ class Fixture:
             self.pool.publish(np.array([block], dtype=np.int32), [name])
         return blocks
 
-    def check(self, *held: Sequence[int]) -> None:
+    def check(self, *held: Sequence[int] | npt.NDArray[np.int32]) -> None:
         counts = np.zeros(self.pool.capacity, dtype=np.int64)
         for blocks in held:
-            counts[list(blocks)] += 1
+            counts[np.asarray(blocks)] += 1
         self.pool.check_integrity(counts)
 
 

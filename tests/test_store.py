@@ -276,13 +276,12 @@ def test_a_full_block_table_says_so_and_takes_no_lease() -> None:
     with engine(rows=1) as one:
         sleeping = one.store.sleep(one.run(PROMPT).row)
         one.store.open(PROMPT)
-        for late in (
-            lambda: one.store.open(PROMPT),
-            lambda: one.store.wake(sleeping),
-            lambda: one.store.fork(0),
-        ):
-            with pytest.raises(CapacityError, match="all 1 rows"):
-                late()
+        with pytest.raises(CapacityError, match="all 1 rows"):
+            one.store.open(PROMPT)
+        with pytest.raises(CapacityError, match="all 1 rows"):
+            one.store.wake(sleeping)
+        with pytest.raises(CapacityError, match="all 1 rows"):
+            one.store.fork(0)
         one.check()
 
 
@@ -293,9 +292,10 @@ def test_a_row_is_not_lost_when_attaching_to_it_fails() -> None:
         one.store.evict(16)
         assert one.host is not None
         one.host.close()
-        for late in (lambda: one.store.open(PROMPT), lambda: one.store.wake(sleeping)):
-            with pytest.raises(ClosedError):
-                late()
+        with pytest.raises(ClosedError):
+            one.store.open(PROMPT)
+        with pytest.raises(ClosedError):
+            one.store.wake(sleeping)
         assert one.store.table.free_rows == 2
         one.host = None
 
@@ -689,13 +689,12 @@ def test_events_tell_of_the_device_tier() -> None:
 
 
 def test_sizes_that_make_no_sense_are_named() -> None:
-    for setting, options in (
-        ("device_blocks", {"device_blocks": 0}),
-        ("max_sequences", {"device_blocks": 1, "max_sequences": 0}),
-        ("policy", {"device_blocks": 1, "policy": "magic"}),
-    ):
-        with pytest.raises(ConfigError, match=setting):
-            TieredStore(LAYOUT, root=ROOT, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="device_blocks"):
+        TieredStore(LAYOUT, 0, root=ROOT)
+    with pytest.raises(ConfigError, match="max_sequences"):
+        TieredStore(LAYOUT, 1, root=ROOT, max_sequences=0)
+    with pytest.raises(ConfigError, match="policy"):
+        TieredStore(LAYOUT, 1, root=ROOT, policy="magic")
 
 
 def test_blocks_wanted_is_what_reserve_takes() -> None:

@@ -14,7 +14,7 @@ import hashlib
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -308,7 +308,7 @@ class Driver:
             self.sessions[name, text.root] = text
 
     def wake(self, which: int, keep: bool, deadline: float) -> None:
-        if not self.store.table.free_rows:
+        if not self.asleep or not self.store.table.free_rows:
             return
         at = which % len(self.asleep)
         sleeping, text = self.asleep[at] if keep else self.asleep.pop(at)
@@ -560,8 +560,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9), keep=st.booleans(), deadline=deadlines)
     def wake(self, which: int, keep: bool, deadline: float) -> None:
-        if self.driver.asleep:
-            self.driver.wake(which, keep, deadline)
+        self.driver.wake(which, keep, deadline)
 
     @rule(session=st.integers(0, 3), root=st.integers(0, 1), deadline=deadlines)
     def resume(self, session: int, root: int, deadline: float) -> None:
@@ -649,7 +648,7 @@ def soak(folder: Path, seed: int, steps: int) -> Counter[str]:
     def deadline() -> float:
         return rng.choice((0.0, 0.0, 5.0))
 
-    row_steps = {
+    row_steps: dict[str, Callable[[int], object]] = {
         "prefill": lambda row: driver.prefill(row, rng.randint(1, 20)),
         "fork": driver.fork,
         "close": driver.close,
@@ -658,11 +657,11 @@ def soak(folder: Path, seed: int, steps: int) -> Counter[str]:
         "spill": lambda row: driver.spill(row, rng.randint(1, 8)),
         "pin": driver.pin,
     }
-    steps_of = {
+    steps_of: dict[str, Callable[[], object]] = {
         "open": lambda: driver.open(text(), rng.randint(0, 40), rng.randrange(40), deadline()),
         "load_ahead": lambda: driver.load_ahead(text()),
         "decode": lambda: driver.decode(rng.randint(1, 6), rng.randrange(3)),
-        "wake": lambda: driver.asleep and driver.wake(rng.randrange(9), rng.random() < 0.2, deadline()),
+        "wake": lambda: driver.wake(rng.randrange(9), rng.random() < 0.2, deadline()),
         "resume": lambda: driver.resume(rng.randrange(4), rng.randrange(2), deadline()),
         "evict_device": lambda: driver.evict_device(rng.randint(1, 12)),
         "evict_host": lambda: driver.evict_host(rng.randint(1, 12)),
