@@ -64,6 +64,8 @@ _COLD_BATCH_BYTES: Final = 32 << 20
 _COLD_RETRY_SECONDS: Final = 1.0
 _CLEAN_POLL_SECONDS: Final = 0.25
 _CLEAN_PAUSE_SECONDS: Final = 0.02
+_CLEAN_REST: Final = 20
+_LOOK_TICKS: Final = 64
 
 
 class ReserveStatus(enum.IntEnum):
@@ -441,14 +443,18 @@ class HostStore:
         """
         return self.cold is not None and not self._cold_down
 
-    def _reclaim_extent(self, asking: HostSpace) -> bool:
-        """Move the longest unused extent of the largest space to `asking`, if that has less than a share."""
+    def _reclaim_extent(self, asking: HostSpace, before: int | None = None) -> bool:
+        """Free the longest unused extent of the largest space, if `asking` has less than a share.
+
+        Args:
+            before: only an extent that was last used before this tick.
+        """
         share = self.arena.num_extents // max(1, len(self._spaces))
         donors = [space for space in self._spaces.values() if space is not asking and space.extents]
         if not donors or len(asking.extents) >= max(1, share):
             return False
         donors.sort(key=lambda space: len(space.extents), reverse=True)
-        return any(donor._yield_extent() for donor in donors)
+        return any(donor._yield_extent(before) for donor in donors)
 
     def _snapshot(self) -> list[HostSpace]:
         """The spaces. Takes the lock."""
@@ -463,10 +469,13 @@ class HostStore:
                     self._changed.wait(_CLEAN_POLL_SECONDS)
                 if self._closed:
                     return
-            due = time.monotonic() >= self._cold_retry_at
+            began = time.monotonic()
+            due = began >= self._cold_retry_at
             if not due or not sum(space.write_to_cold() for space in self._snapshot()):
-                # Looking costs a pass over the coldest blocks: not after every single change.
-                time.sleep(_CLEAN_PAUSE_SECONDS)
+                # Looking costs a pass over the coldest blocks: not after every single change, and the more
+                # seldom the more of them there are.
+                rest = _CLEAN_REST * (time.monotonic() - began)
+                time.sleep(min(max(_CLEAN_PAUSE_SECONDS, rest), _CLEAN_POLL_SECONDS))
 
     def _cold_answered(self, status: npt.NDArray[np.uint8]) -> None:
         """Stop asking a tier that did not take one record of a batch; ask again after a while."""
@@ -507,6 +516,7 @@ class HostSpace:
         self._num_cleaning = 0
         self._used_at = np.zeros(capacity, dtype=np.int64)
         self._hashes = np.zeros(capacity, dtype=f"V{HASH_BYTES}")
+        self._look_again = 0
         self._short = 0
         """Slots that the last reservation did not get."""
 
@@ -1021,9 +1031,26 @@ class HostSpace:
                 store._taken += 1
                 self.extents.add(extent)
                 self._slots.add(extent * self.slots_per_extent, self.slots_per_extent)
-            elif not self._evict_clean(missing) and not store._reclaim_extent(self):
+            elif not self._outlive() and not self._evict_clean(missing) and not store._reclaim_extent(self):
                 break
         return self._slots.allocate(min(count, self._slots.free_count))
+
+    def _outlive(self) -> bool:
+        """Take an extent that another space has not used since this one used its coldest block.
+
+        Else a space that came late would go round in its first extent, beside others that lie idle. Looking
+        costs a pass over the other's slots, so a look in vain is not repeated at once.
+        """
+        store = self.store
+        if store._clock < self._look_again or len(store._spaces) == 1:
+            return False
+        coldest = self._policy.coldest(1)
+        if not len(coldest):
+            return False
+        found = store._reclaim_extent(self, int(self._used_at[coldest[0]]))
+        if not found:
+            self._look_again = store._clock + _LOOK_TICKS
+        return found
 
     def _room_may_come(self) -> bool:
         """Whether waiting may help: the arena is growing, or blocks are being copied below."""
@@ -1068,8 +1095,12 @@ class HostSpace:
         self._in_cold[slots] = False
         self._slots.free(slots)
 
-    def _yield_extent(self) -> bool:
-        """Empty the longest unused extent that may be emptied and hand it back to the arena."""
+    def _yield_extent(self, before: int | None) -> bool:
+        """Empty the longest unused extent that may be emptied and hand it back to the arena.
+
+        Args:
+            before: only if it was last used before this tick.
+        """
         extents = np.array(sorted(self.extents), dtype=np.int64)
         shape = (self.store.arena.num_extents, self.slots_per_extent)
         state = self._state.reshape(shape)[extents]
@@ -1082,7 +1113,10 @@ class HostSpace:
         if not len(movable):
             return False
         age = np.where(state == _COMMITTED, self._used_at.reshape(shape)[extents], 0).max(axis=1)
-        extent = int(extents[movable[np.argmin(age[movable])]])
+        oldest = movable[np.argmin(age[movable])]
+        if before is not None and age[oldest] >= before:
+            return False
+        extent = int(extents[oldest])
         first = extent * self.slots_per_extent
         slots = np.arange(first, first + self.slots_per_extent, dtype=np.int32)
         self._evict(slots[self._state[slots] == _COMMITTED])

@@ -47,7 +47,7 @@ from .writeback import WriteBack, is_over
 __all__ = ["NamedPrompt", "Opened", "Sharing", "StoreStats", "TieredStore"]
 
 # How long making room in the device tier may wait for room in host memory, before KV is dropped.
-_ROOM_SECONDS: Final = 2.0
+_ROOM_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,14 @@ class WriteBack:
         pool = self._pool
         current = (pool.generations[blocks] == generations) & (pool.host_generations[blocks] == 0)
         current &= pool.named(blocks) & ~pool.moving[blocks]
-        # A block is queued twice if it was withdrawn and filled on in between.
-        asked = np.unique(blocks[current])
+        blocks = blocks[current]
+        # A block is queued twice if it was withdrawn and filled on in between. The order stays: of blocks
+        # that come together the last ones, a prefix's leaves, are the first to be denied or evicted.
+        asked = blocks[np.sort(np.unique(blocks, return_index=True)[1])]
         if not len(asked):
             return
+        if time.monotonic() < self._retry_at:
+            wait = 0.0
         reservation = self._host.reserve(pool.hashes_of(asked), wait=wait)
         status = reservation.status
         present = np.flatnonzero(status == ReserveStatus.PRESENT)
@@ -127,7 +131,8 @@ class WriteBack:
         denied = asked[status == ReserveStatus.DENIED]
         if len(denied):
             self.add(denied)
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            # Who waited in vain does not wait again before long: it may be a step of an engine that waits.
+            self._retry_at = time.monotonic() + max(_RETRY_SECONDS, 4 * wait)
 
     def flush(self, *, wait: float = 0.0) -> None:
         """Copy everything queued and wait until it is done.

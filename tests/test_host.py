@@ -384,6 +384,29 @@ def test_an_extent_is_taken_from_whichever_space_can_give_one() -> None:
             lease.release()
 
 
+def test_a_space_that_came_late_takes_what_lies_idle_up_to_its_share() -> None:
+    with store(8) as host:
+        idle, busy = host.space(SMALL), host.space(LARGE)
+        put(idle, 0, 32)
+        for first in range(0, 40, 2):
+            assert put(busy, first, 2) == 2
+        assert (len(idle.extents), len(busy.extents)) == (4, 4)
+        host.check_integrity()
+        assert resident(busy, 32, 8) == list(range(32, 40))
+
+
+def test_a_space_that_came_late_takes_nothing_that_is_used_more_than_its_own() -> None:
+    with store(4) as host:
+        first, second = host.space(SMALL), host.space(LARGE)
+        put(first, 0, 16)
+        put(second, 0, 2)
+        for number in range(2, 12):
+            for at in range(16):
+                first.match(names(at, 1)).release()
+            put(second, number, 1)
+        assert (len(first.extents), len(second.extents)) == (3, 1)
+
+
 def test_a_block_larger_than_an_extent_is_refused() -> None:
     with store(1) as host, pytest.raises(ConfigError, match="extent_bytes"):
         host.space(KVLayout(64, 1, 32, dtype="float32"))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from kvpager.kvstore.session import SessionRecord
 from kvpager.kvstore.store import Opened, TieredStore
 from kvpager.tiers.address import FAR, TAG_MASK
 from kvpager.tiers.arena import AddressArray
-from kvpager.tiers.cold import ColdTier
+from kvpager.tiers.cold import ColdStatus, ColdTier, StatusArray
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.errors import (
     CapacityError,
@@ -504,6 +504,29 @@ def test_blocks_on_their_way_below_are_waited_for_where_they_are_all_there_is() 
         row = one.store.open(PROMPT + 50).row
         one.store.reserve(np.array([row]), 14)
         one.check()
+
+
+def test_a_step_waits_once_for_room_that_does_not_come(tmp_path: Path) -> None:
+    """Host memory is full, and the cold tier below it hangs: that costs KV, and not every step's time."""
+
+    class Hanging(DiskColdTier):
+        def put(
+            self,
+            space: bytes,
+            hashes: Sequence[bytes],
+            payloads: Sequence[memoryview],
+            deadline: float | None = None,
+        ) -> StatusArray:
+            time.sleep(3.0)
+            return np.full(len(hashes), ColdStatus.LATE, dtype=np.uint8)
+
+    with engine(4, extents=1, cold=Hanging(tmp_path, capacity_bytes=1 << 20)) as one:
+        began = time.monotonic()
+        for at in range(10):
+            one.store.close_row(one.run(PROMPT + 1000 * at).row)
+            one.store.poll()
+        assert time.monotonic() - began < 1.5
+        assert one.store.stats.dropped > 0
 
 
 # Copies that fail
