@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .kvstore.hashing import ChainIdentity as ChainIdentity
+    from .kvstore.hashing import hash_blocks as hash_blocks
     from .kvstore.host import HostStore as HostStore
     from .kvstore.store import TieredStore as TieredStore
     from .tiers.cold import open_cold_tier as open_cold_tier
@@ -25,6 +26,7 @@ _HOMES = {
     "KVLayout": ".tiers.layout",
     "KVPagerError": ".tiers.errors",
     "TieredStore": ".kvstore.store",
+    "hash_blocks": ".kvstore.hashing",
     "open_cold_tier": ".tiers.cold",
 }
 
