@@ -48,6 +48,7 @@ __all__ = ["NamedPrompt", "Opened", "Sharing", "StoreStats", "TieredStore"]
 
 # How long making room in the device tier may wait for room in host memory, before KV is dropped.
 _ROOM_SECONDS: Final = 0.5
+_EVICT_AHEAD: Final = 128
 
 
 @dataclass(frozen=True)
@@ -879,7 +880,9 @@ class TieredStore:
         """
         missing = count - self.pool.free
         if 0 < missing <= self.pool.cached:
-            victims = self.pool.coldest(missing)
+            # A few more than are wanted, so that most steps of a full device tier evict nothing.
+            ahead = min(_EVICT_AHEAD, self.pool.capacity // 256)
+            victims = self.pool.coldest(max(missing, ahead))
             self._save(victims)
             self.pool.evict(victims)
         return self.pool.allocate(count)
