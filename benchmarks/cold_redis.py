@@ -264,6 +264,7 @@ def main() -> None:
         report = {
             "machine": {
                 "cores": os.cpu_count(),
+                "load average of the last minute": round(os.getloadavg()[0], 2),
                 "cpu": platform.processor() or platform.machine(),
                 "kernel": platform.release(),
             },

@@ -24,10 +24,10 @@ _ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
-from lmcache.utils import CacheEngineKey  # noqa: E402
-from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj  # noqa: E402
-from lmcache.v1.storage_backend.connector.redis_connector import RedisConnector  # noqa: E402
-from lmcache.v1.storage_backend.native_clients.resp_client import RESPClient  # noqa: E402
+from lmcache.utils import CacheEngineKey  # type: ignore[import-not-found] # noqa: E402
+from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj  # type: ignore[import-not-found] # noqa: E402
+from lmcache.v1.storage_backend.connector.redis_connector import RedisConnector  # type: ignore[import-not-found] # noqa: E402
+from lmcache.v1.storage_backend.native_clients.resp_client import RESPClient  # type: ignore[import-not-found] # noqa: E402
 
 _LAYERS, _TOKENS = 4, 256
 
