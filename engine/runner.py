@@ -87,10 +87,11 @@ class Runner:
         )
 
     def _rows(self, table: torch.Tensor, rows: npt.NDArray[np.int64], length: int) -> torch.Tensor:
-        """The rows' words as far as `length` tokens need: a view where the rows are the first ones."""
+        """The rows' words as far as `length` tokens need: a view where the rows are the first, in order."""
         width = self._store.layout.blocks_for(length)
         count = len(rows)
-        if count and rows[-1] == count - 1 and rows[0] == 0:
+        # Chunks come in the order of arrival, which need not be that of their rows.
+        if np.array_equal(rows, np.arange(count)):
             return table[:count, :width]
         return table[self._tensor(rows), :width]
 
