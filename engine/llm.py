@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +18,10 @@ import torch
 
 from ..kvstore.hashing import ChainIdentity, as_tokens
 from ..kvstore.host import HostStore
-from ..kvstore.session import SleepingSequence
+from ..kvstore.session import SessionRecord, SleepingSequence
 from ..kvstore.store import TieredStore
 from ..tiers.cold import ColdTier
-from ..tiers.errors import ClosedError, ConfigError, RequestError
+from ..tiers.errors import ClosedError, ConfigError, RecordError, RequestError
 from ..tiers.memory import memory_headroom
 from .loader import LoadedModel, load_model
 from .runner import Runner
@@ -30,10 +32,14 @@ from .text import TextStream
 
 __all__ = ["LLM", "Completion", "Prompt"]
 
+_log = logging.getLogger(__name__)
+
 _CPU_DEVICE_BYTES: Final = 256 << 20
 _GPU_SHARE: Final = 0.85
 _HOST_SHARE: Final = 0.25
 _MIN_HOST_BYTES: Final = 64 << 20
+
+_PROMPT_KINDS: Final = "a prompt is text, token ids, or messages with role and content"
 
 Prompt: TypeAlias = "str | Many[int] | Many[Mapping[str, str]] | npt.NDArray[np.int32]"
 """Text, token ids, or the messages of a chat."""
@@ -81,7 +87,7 @@ class LLM:
 
     Args:
         model: what `load_model` takes, or a model that is loaded already.
-        device: ``auto`` (a GPU where there is one), ``cpu`` or ``cuda:N``.
+        device: ``cpu``, ``cuda:N``, or ``auto``: where a loaded model is, else a GPU where there is one.
         dtype: what to compute in and keep KV in, see `load_model`.
         block_size: tokens per block.
         device_blocks: blocks of the device tier; or give
@@ -91,7 +97,7 @@ class LLM:
         cold: the cold tier, or None.
         max_sequences: sequences that run at a time.
         max_tokens: tokens of one sequence; None for what the model takes.
-        step_tokens: tokens that one step computes at most.
+        step_tokens: tokens that one step computes at most; `max_sequences` where that is more.
         load_seconds: how long a request waits for blocks from the cold tier.
         tenant: salt that keeps this engine's KV apart from other tenants'.
 
@@ -118,10 +124,11 @@ class LLM:
         load_seconds: float = 5.0,
         tenant: bytes = b"",
     ) -> None:
-        if device == "auto":
-            device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        device = _find_device(device, model)
         if step_tokens < 1:
             raise ConfigError("step_tokens", f"must be positive, got {step_tokens!r}")
+        if load_seconds < 0:
+            raise ConfigError("load_seconds", f"must not be negative, got {load_seconds!r}")
         self._loaded = (
             model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, device=device)
         )
@@ -138,15 +145,19 @@ class LLM:
         if cold is not None and not host_bytes:
             raise ConfigError("host_bytes", "a cold tier needs host memory above it")
         on_gpu = device if device != "cpu" else None
-        self.host = HostStore(host_bytes, cold=cold, device=on_gpu) if host_bytes else None
-        self.store = TieredStore(
-            self.layout,
-            blocks,
-            root=self._identity.root,
-            host=self.host,
-            device=device,
-            max_sequences=max_sequences,
-        )
+        with ExitStack() as undo:
+            self.host = HostStore(host_bytes, cold=cold, device=on_gpu) if host_bytes else None
+            if self.host is not None:
+                undo.callback(self.host.close)
+            self.store = TieredStore(
+                self.layout,
+                blocks,
+                root=self._identity.root,
+                host=self.host,
+                device=device,
+                max_sequences=max_sequences,
+            )
+            undo.pop_all()
         self._scheduler = Scheduler(
             self.store,
             max_sequences=max_sequences,
@@ -168,6 +179,11 @@ class LLM:
     def encode_chat(self, messages: Many[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins, see `LoadedModel.encode_chat`."""
         return self._loaded.encode_chat(messages)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def scheduler(self) -> Scheduler:
@@ -204,11 +220,10 @@ class LLM:
             raise RequestError(
                 f"{len(listed)} prompts with {len(params)} sampling params and {len(names)} sessions"
             )
-        sequences = [
-            self.submit(prompt, param, session=name)
-            for prompt, param, name in zip(listed, params, names, strict=True)
-        ]
+        sequences: list[Sequence] = []
         try:
+            for prompt, param, name in zip(listed, params, names, strict=True):
+                sequences.append(self.submit(prompt, param, session=name))
             while any(sequence.state is not SequenceState.FINISHED for sequence in sequences):
                 self.step()
         finally:
@@ -224,6 +239,8 @@ class LLM:
         Raises:
             RequestError: as `generate`; or the model has no tokenizer.
         """
+        self._check_open()
+        self._check_speaks()
         sequence = self.submit(prompt, params, session=session)
         text = self._watch(sequence)
         try:
@@ -231,6 +248,9 @@ class LLM:
                 self.step()
                 if piece := text.take():
                     yield piece
+            # It may have ended in a step that was made for another stream.
+            if piece := text.take():
+                yield piece
         finally:
             self.abort(sequence)
 
@@ -252,15 +272,14 @@ class LLM:
             RequestError: the prompt is empty, too long, or not to be understood.
             ClosedError: the engine is closed.
         """
-        if self._closed:
-            raise ClosedError("the engine is closed")
+        self._check_open()
         params = params or SamplingParams()
         tokens = self._tokens(prompt)
         self._check(tokens, params)
         root = replace(self._identity, salt=salt).root
         sequence = self._sequence(tokens, params, session, root)
         if session is not None:
-            sequence.partial_at = self._slept_at(session, tokens)
+            sequence.partial_at = self._slept_at(session, tokens, root)
         if params.stop:
             self._watch(sequence)
         self._scheduler.add(sequence)
@@ -273,11 +292,21 @@ class LLM:
             params: of the fork; None for those of the sequence, with another seed unless one was asked for.
 
         Raises:
-            RequestError: the sequence is not decoding.
+            RequestError: the sequence is not decoding, or `params` allow no more tokens, or too many.
             CapacityError: as many sequences run as `max_sequences` allows.
+            ClosedError: the engine is closed.
         """
+        self._check_open()
         params = params or sequence.params
-        twin = self._sequence(sequence.tokens[: sequence.num_prompt], params, None, sequence.root)
+        prompt = sequence.tokens[: sequence.num_prompt]
+        self._check(prompt, params)
+        generated = len(self._scheduler.tokens_of(sequence)) - sequence.num_prompt
+        if sequence.state is SequenceState.DECODING and generated >= params.max_tokens:
+            raise RequestError(
+                f"sequence {sequence.id} has {generated} tokens already; "
+                f"max_tokens allows {params.max_tokens}"
+            )
+        twin = self._sequence(prompt, params, None, sequence.root)
         self._scheduler.fork(sequence, twin)
         if params.stop:
             self._watch(twin)
@@ -288,7 +317,11 @@ class LLM:
 
         Returns:
             the sequences that finished.
+
+        Raises:
+            ClosedError: the engine is closed.
         """
+        self._check_open()
         self.store.poll()
         step = self._scheduler.schedule()
         if step is None:
@@ -339,6 +372,7 @@ class LLM:
 
     def save_sessions(self) -> int:
         """Keep what is needed to go on with every conversation in another process; returns how many."""
+        self._check_open()
         return sum(
             self.store.save_session(name, session.sleeping, session.tokens)
             for name, session in self._sessions.items()
@@ -346,14 +380,22 @@ class LLM:
 
     def session_tokens(self, name: str) -> npt.NDArray[np.int32] | None:
         """int32, a conversation's tokens so far: from this engine, or from the cold tier; or None."""
+        self._check_open()
         session = self._sessions.get(name)
         if session is not None:
             return session.tokens
-        record = self.store.find_session(name)
+        record = self._find_record(name, self.store.root)
         return record.tokens if record is not None else None
 
     def reset_cache(self) -> None:
-        """From now on nothing that was computed before is found: weights were updated in place."""
+        """From now on nothing that was computed before is found: weights were updated in place.
+
+        Raises:
+            RequestError: sequences are not finished; their KV would be of both kinds.
+        """
+        self._check_open()
+        if count := len(self._scheduler):
+            raise RequestError(f"{count} sequences are not finished; reset the cache when they are")
         self._identity = replace(self._identity, epoch=self._identity.epoch + 1)
         self.store.root = self._identity.root
         self._sessions.clear()
@@ -361,20 +403,23 @@ class LLM:
     # The end
 
     def close(self, *, drain: float = 0.0) -> None:
-        """End what runs and give the memory back. Idempotent.
+        """Abort what is not finished and give the memory back. Idempotent.
 
         Args:
             drain: seconds to spend on writing sessions and blocks to the cold tier.
         """
         if self._closed:
             return
-        self._closed = True
-        self.store.flush()
-        if drain > 0:
-            self.save_sessions()
-        self.store.close()
-        if self.host is not None:
-            self.host.close(drain=drain)
+        with ExitStack() as rest:
+            if self.host is not None:
+                rest.callback(self.host.close, drain=drain)
+            rest.callback(self.store.close)
+            for sequence in self._scheduler.unfinished:
+                self.abort(sequence)
+            self.store.flush()
+            if drain > 0:
+                self.save_sessions()
+            self._closed = True
 
     def __enter__(self) -> LLM:
         return self
@@ -407,23 +452,38 @@ class LLM:
 
     def _tokens(self, prompt: Prompt) -> npt.NDArray[np.int32]:
         if isinstance(prompt, str):
-            if self._loaded.tokenizer is None:
-                raise RequestError(f"{self._loaded.name} has no tokenizer; prompt it with token ids")
-            return as_tokens(self._loaded.tokenizer.encode(prompt))
-        if len(prompt) and isinstance(prompt[0], Mapping):
-            return as_tokens(self._loaded.encode_chat([_as_message(one) for one in prompt]))
+            return self._in_vocabulary(self._encode(prompt))
+        if not isinstance(prompt, Many | np.ndarray):
+            raise RequestError(f"{_PROMPT_KINDS}, not {type(prompt).__name__}")
+        if isinstance(prompt, Many) and prompt and isinstance(prompt[0], Mapping):
+            return self._in_vocabulary(self._loaded.encode_chat([_as_message(one) for one in prompt]))
         try:
             tokens = np.asarray(prompt)
         except ValueError as error:
-            raise RequestError(f"a prompt is text, token ids, or messages: {error}") from error
-        if not len(tokens):
+            raise RequestError(f"{_PROMPT_KINDS}: {error}") from error
+        if tokens.ndim == 1 and not len(tokens):
             raise RequestError("the prompt is empty")
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-            raise RequestError("a prompt is text, token ids, or messages with role and content")
+            raise RequestError(_PROMPT_KINDS)
+        return self._in_vocabulary(tokens)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._loaded.tokenizer is None:
+            raise RequestError(f"{self._loaded.name} has no tokenizer; prompt it with token ids")
+        try:
+            ids: list[int] = self._loaded.tokenizer.encode(text)
+        except (TypeError, ValueError) as error:
+            # What holds half a surrogate pair is a str, but no text.
+            raise RequestError(f"the prompt cannot be tokenized: {error}") from error
+        return ids
+
+    def _in_vocabulary(self, tokens: Many[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
+        """The tokens as an array. A tokenizer may know tokens that its model does not."""
+        tokens = np.asarray(tokens, dtype=None if len(tokens) else np.int32)
         vocabulary = self._loaded.config.vocab_size
-        if tokens.min() < 0 or tokens.max() >= vocabulary:
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocabulary):
             raise RequestError(f"token ids must be from 0 to {vocabulary - 1}")
-        return as_tokens(tokens)
+        return as_tokens(tokens.astype(np.int32))
 
     def _check(self, tokens: npt.NDArray[np.int32], params: SamplingParams) -> None:
         """Refuse what could never run."""
@@ -434,6 +494,11 @@ class LLM:
                 f"the prompt has {len(tokens)} tokens; with at least one to answer, max_tokens allows "
                 f"{self.max_tokens - 1}"
             )
+        last = self._loaded.config.vocab_size - 1
+        if (highest := max(params.stop_token_ids, default=0)) > last:
+            raise RequestError(f"stop_token_ids must be from 0 to {last}, got {highest}")
+        if params.stop:
+            self._check_speaks()
         longest = min(self.max_tokens, len(tokens) + params.max_tokens)
         wanted = self.layout.blocks_for(longest) + 1
         device = self.store.pool.capacity
@@ -444,13 +509,31 @@ class LLM:
                 f"({host} blocks) do not hold them"
             )
 
-    def _slept_at(self, name: str, tokens: npt.NDArray[np.int32]) -> int | None:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine is closed")
+
+    def _check_speaks(self) -> None:
+        if self._loaded.tokenizer is None:
+            raise RequestError(
+                f"{self._loaded.name} has no tokenizer, so there is no text to stream or stop at"
+            )
+
+    def _find_record(self, name: str, root: bytes) -> SessionRecord | None:
+        """A session's record in the cold tier; one that cannot be read is as good as none."""
+        try:
+            return self.store.find_session(name, root=root)
+        except RecordError as error:
+            _log.warning("session %r begins anew: %s", name, error)
+            return None
+
+    def _slept_at(self, name: str, tokens: npt.NDArray[np.int32], root: bytes) -> int | None:
         """The length at which a session slept, if `tokens` go on from there."""
         session = self._sessions.get(name)
         if session is not None:
             known, length = session.tokens, session.sleeping.length
         else:
-            record = self.store.find_session(name)
+            record = self._find_record(name, root)
             if record is None:
                 return None
             known, length = record.tokens, record.length
@@ -458,11 +541,6 @@ class LLM:
 
     def _watch(self, sequence: Sequence) -> TextStream:
         """Read a sequence's text as it comes."""
-        if self._loaded.tokenizer is None:
-            self.abort(sequence)
-            raise RequestError(
-                f"{self._loaded.name} has no tokenizer, so there is no text to stream or stop at"
-            )
         _, text = self._texts.setdefault(
             sequence.id, (sequence, TextStream(self._loaded.tokenizer, sequence.params.stop))
         )
@@ -473,6 +551,9 @@ class LLM:
             _, text = self._texts.pop(sequence.id)
             text.feed(sequence.output, last=True)
             sequence.text = text.text
+            # Its last token may have both ended a stop string and been the last that it may have.
+            if text.stopped and sequence.finish_reason is FinishReason.LENGTH:
+                sequence.finish_reason = FinishReason.STOP
         if sequence.session is not None and sequence.sleeping is not None:
             self._sessions[sequence.session] = _Session(sequence.tokens, sequence.sleeping)
 
@@ -487,6 +568,8 @@ class LLM:
     def _device_blocks(self, device: str, blocks: int | None, size: int | None) -> int:
         """Blocks of the device tier, from whichever setting says it."""
         if blocks is not None:
+            if size is not None:
+                raise ConfigError("device_bytes", "give this or device_blocks, not both")
             return blocks
         if size is None:
             size = _CPU_DEVICE_BYTES
@@ -499,6 +582,29 @@ class LLM:
         return size // self.layout.block_bytes
 
 
+def _find_device(name: str, model: str | Path | LoadedModel) -> str:
+    """``cpu`` or ``cuda:N``, a device that is there, and where the model is if that is loaded."""
+    where = model.model.device if isinstance(model, LoadedModel) else None
+    if name == "auto":
+        return str(where) if where is not None else "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError("device", f"must be auto, cpu or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("device", f"must be auto, cpu or cuda:N, got {name!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= count:
+            raise ConfigError("device", f"there is no {device}: this machine has {count} CUDA devices")
+    else:
+        device = torch.device("cpu")
+    if where is not None and where != device:
+        raise ConfigError("device", f"the model was loaded on {where}, so it cannot run on {device}")
+    return str(device)
+
+
 def _default_host_bytes() -> int:
     return max(_MIN_HOST_BYTES, int(_HOST_SHARE * memory_headroom().usable_bytes))
 
@@ -507,6 +613,8 @@ def _as_prompts(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
     """One prompt, or many, as a list."""
     if isinstance(prompts, str | np.ndarray):
         return [prompts]
+    if not isinstance(prompts, Many):
+        raise RequestError(f"{_PROMPT_KINDS}, not {type(prompts).__name__}")
     if len(prompts) and isinstance(prompts[0], int | np.integer | Mapping):
         return [cast(Prompt, prompts)]
     return list(cast("Many[Prompt]", prompts))

@@ -133,6 +133,14 @@ class Scheduler:
         """Sequences that were put to sleep to make room."""
         return len(self._asleep)
 
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that are not finished, in the order of arrival."""
+        decoding = [self.sequence_at(row) for row in self._decoding.tolist()]
+        return sorted(
+            [*self._waiting, *self._asleep, *self._prefilling, *decoding], key=lambda sequence: sequence.id
+        )
+
     # Coming and going
 
     def add(self, sequence: Sequence) -> None:

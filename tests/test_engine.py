@@ -1,0 +1,838 @@
+"""The engine on tiny random models, on the CPU and on a GPU: the same greedy tokens as transformers.
+
+Wherever the KV comes from, whatever else runs, and whatever the cold tier does meanwhile.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from kvpager.engine.llm import LLM, Completion
+from kvpager.engine.loader import LoadedModel, load_model
+from kvpager.engine.sampler import SamplingParams
+from kvpager.engine.sequence import FinishReason, Sequence, SequenceState
+from kvpager.tests.model_files import save_tiny_model
+from kvpager.tests.redis_servers import RedisServer
+from kvpager.tiers.cold_disk import DiskColdTier
+from kvpager.tiers.cold_redis import RedisColdTier
+from kvpager.tiers.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    KVPagerError,
+    MemoryUnavailableError,
+    ModelError,
+    RequestError,
+)
+
+TOKENS = 21
+SIZE = 8
+"""Tokens per block."""
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda:0", id="gpu", marks=pytest.mark.gpu)]
+
+Tokens = tuple[int, ...]
+MakeLLM = Callable[..., LLM]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model on a device, prompts, and the tokens that transformers answers them with on the CPU."""
+
+    loaded: LoadedModel
+    device: str
+    prompts: list[list[int]]
+    truth: list[Tokens]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name != "cpu":
+        # Products in full float32, as on the CPU that the tokens are compared with.
+        torch.set_float32_matmul_precision("highest")
+    return name
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3"])
+def case(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(request.param, device, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(device: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case("llama", device, tmp_path_factory.mktemp("llama"))
+
+
+def make_case(kind: str, device: str, folder: Path) -> Case:
+    model = save_tiny_model(kind, folder)
+    random = np.random.default_rng(7)
+    shared = random.integers(2, 199, 4 * SIZE).tolist()
+    lengths = (1, SIZE - 1, SIZE, SIZE + 1, 3 * SIZE + 2, 77)
+    prompts = [random.integers(2, 199, length).tolist() for length in lengths]
+    prompts += [shared + random.integers(2, 199, length).tolist() for length in (1, SIZE, 13)]
+    loaded = load_model(folder, dtype="float32", device=device)
+    return Case(loaded, device, prompts, [continued(model, prompt, TOKENS) for prompt in prompts])
+
+
+def continued(model: Any, prompt: list[int], count: int) -> Tokens:
+    """The tokens that transformers' own generate, greedy, adds to a prompt."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+@pytest.fixture
+def made() -> Iterator[list[LLM]]:
+    """Engines of a test; at its end each one's books must balance."""
+    engines: list[LLM] = []
+    yield engines
+    try:
+        for llm in engines:
+            if not llm.closed:
+                check(llm)
+    finally:
+        for llm in engines:
+            llm.close()
+
+
+@pytest.fixture
+def make_llm(case: Case, made: list[LLM]) -> MakeLLM:
+    return maker(case, made)
+
+
+@pytest.fixture
+def make_llama(llama: Case, made: list[LLM]) -> MakeLLM:
+    return maker(llama, made)
+
+
+def maker(case: Case, made: list[LLM]) -> MakeLLM:
+    def make(**settings: Any) -> LLM:
+        defaults: dict[str, Any] = {
+            "device": case.device,
+            "block_size": SIZE,
+            "device_blocks": 160,
+            "host_bytes": 8 << 20,
+            "max_sequences": 12,
+        }
+        made.append(LLM(case.loaded, **(defaults | settings)))
+        return made[-1]
+
+    return make
+
+
+def check(llm: LLM) -> None:
+    llm.store.check_integrity()
+    if llm.host is not None:
+        llm.host.check_integrity()
+
+
+def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Tokens]:
+    return [completion.token_ids for completion in llm.generate(prompts, params)]
+
+
+def finish(llm: LLM, sequences: list[Sequence]) -> list[Completion]:
+    while any(sequence.state is not SequenceState.FINISHED for sequence in sequences):
+        llm.step()
+    return [llm.completion(sequence) for sequence in sequences]
+
+
+def evict_device(llm: LLM) -> None:
+    llm.store.evict(llm.store.pool.capacity)
+
+
+def evict_host(llm: LLM) -> None:
+    """Leave KV in the cold tier alone."""
+    evict_device(llm)
+    assert llm.host is not None
+    assert llm.store.host is not None
+    assert llm.host.flush() == 0
+    llm.store.host.evict(llm.store.host.capacity)
+    assert llm.store.host.resident == 0
+
+
+def check_nothing_is_held(llm: LLM) -> None:
+    """Every row, block and lease is given back."""
+    assert len(llm.scheduler) == 0
+    llm.store.flush()
+    llm.store.poll()
+    check(llm)
+    assert not len(llm.store.table.rows_in_use)
+    assert llm.store.available_blocks == llm.store.pool.capacity
+    if llm.store.host is not None:
+        llm.store.host.evict(llm.store.host.capacity)
+        assert llm.store.host.resident == 0, "something still has a lease"
+
+
+def run_until(llm: LLM, sequence: Sequence, state: SequenceState) -> None:
+    for _ in range(500):
+        if sequence.state is state:
+            return
+        llm.step()
+    raise AssertionError(f"the sequence never was {state.value}")
+
+
+# The same tokens as transformers
+
+
+def test_prompts_alone_and_in_a_batch(case: Case, make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    assert answers(llm, case.prompts) == case.truth
+    check_nothing_is_held(llm)
+    alone = make_llm(host_bytes=0)
+    assert [answers(alone, [prompt])[0] for prompt in case.prompts] == case.truth
+
+
+@pytest.mark.parametrize("step_tokens", [1, 7, 13])
+def test_prompts_computed_in_odd_chunks(case: Case, make_llm: MakeLLM, step_tokens: int) -> None:
+    llm = make_llm(step_tokens=step_tokens, max_sequences=1 if step_tokens == 1 else 3)
+    assert answers(llm, case.prompts) == case.truth
+
+
+def test_prefixes_from_every_tier(case: Case, make_llm: MakeLLM, tmp_path: Path) -> None:
+    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    assert answers(llm, case.prompts) == case.truth
+    known = [(len(prompt) - 1) // SIZE * SIZE for prompt in case.prompts]
+    for tier, evict in (("device", None), ("host", evict_device), ("cold", evict_host)):
+        if evict is not None:
+            evict(llm)
+        found = llm.generate(case.prompts, GREEDY)
+        assert [answer.token_ids for answer in found] == case.truth, tier
+        assert [answer.cached.total for answer in found] == known, tier
+        assert getattr(found[5].cached, tier) == known[5], tier
+        check(llm)
+
+
+def test_far_blocks_are_read_in_place(case: Case, make_llm: MakeLLM) -> None:
+    llm = make_llm(device_blocks=8)
+    assert answers(llm, case.prompts) == case.truth
+    evict_device(llm)
+    longest = llm.submit(case.prompts[5], GREEDY)
+    llm.step()
+    row = longest.row
+    assert row is not None
+    far = llm.store.far_blocks(row)
+    if case.device == "cpu":
+        assert far > 0
+    assert finish(llm, [longest])[0].token_ids == case.truth[5]
+    assert longest.cached.host == 72
+
+
+def test_a_fork_goes_on_as_its_parent_does(case: Case, make_llm: MakeLLM) -> None:
+    llm = make_llm(max_sequences=40)
+    sequences = [llm.submit(prompt, GREEDY) for prompt in case.prompts]
+    for _ in range(9):
+        llm.step()
+    twins = [llm.fork(sequence) for sequence in sequences]
+    llm.step()
+    more = [llm.fork(twin) for twin in twins]
+    assert llm.store.sharing().saved_blocks > 0
+    check(llm)
+    for family in (sequences, twins, more):
+        assert [one.token_ids for one in finish(llm, family)] == case.truth
+    assert llm.store.stats.copied_on_write > 0
+    check_nothing_is_held(llm)
+
+
+def test_a_fork_is_preempted_and_aborted_like_any_other(case: Case, make_llm: MakeLLM) -> None:
+    llm = make_llm(device_blocks=24)
+    sequences = [llm.submit(prompt, GREEDY) for prompt in case.prompts[:4]]
+    for sequence in sequences:
+        run_until(llm, sequence, SequenceState.DECODING)
+    twins = [llm.fork(sequence) for sequence in sequences for _ in range(2)]
+    llm.step()
+    llm.abort(sequences[0])
+    llm.abort(twins[3])
+    check(llm)
+    rest = [*sequences[1:], *twins[:3], *twins[4:]]
+    expected = [*case.truth[1:4], *(case.truth[at // 2] for at in range(8) if at != 3)]
+    assert [one.token_ids for one in finish(llm, rest)] == expected
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("evict", [None, evict_device, evict_host])
+def test_a_session_wakes_with_its_partly_filled_block(
+    case: Case, make_llm: MakeLLM, evict: Callable[[LLM], None] | None, tmp_path: Path
+) -> None:
+    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    names = [f"chat-{number}" for number in range(len(case.prompts))]
+    begin, rest = (replace(GREEDY, max_tokens=count) for count in (10, TOKENS - 10))
+    first = llm.generate(case.prompts, begin, sessions=names)
+    talks = [prompt + list(answer.token_ids) for prompt, answer in zip(case.prompts, first, strict=True)]
+    if evict is not None:
+        evict(llm)
+    second = llm.generate(talks, rest, sessions=names)
+    assert [a.token_ids + b.token_ids for a, b in zip(first, second, strict=True)] == case.truth
+    # All but the last sampled token had its KV, in full blocks and in the partly filled one.
+    assert [answer.cached.total for answer in second] == [len(talk) - 1 for talk in talks]
+    check_nothing_is_held(llm)
+
+
+def test_preempted_sequences_sleep_and_lose_nothing(case: Case, make_llm: MakeLLM) -> None:
+    llm = make_llm(device_blocks=20)
+    found = llm.generate(case.prompts, GREEDY)
+    assert [answer.token_ids for answer in found] == case.truth
+    assert llm.scheduler.preemptions > 0
+    assert sum(answer.computed for answer in found) <= sum(map(len, case.prompts)) + len(found) * TOKENS
+    assert llm.store.stats.dropped == 0
+    check_nothing_is_held(llm)
+
+
+def test_preempted_sequences_are_computed_again_where_nothing_is_below(case: Case, make_llm: MakeLLM) -> None:
+    llm = make_llm(device_blocks=20, host_bytes=0)
+    assert answers(llm, case.prompts) == case.truth
+    assert llm.scheduler.preemptions > 0
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("device_blocks", [3, 5])
+def test_a_sequence_larger_than_the_device_tier(case: Case, make_llm: MakeLLM, device_blocks: int) -> None:
+    llm = make_llm(device_blocks=device_blocks)
+    assert answers(llm, case.prompts) == case.truth
+    if case.device == "cpu":
+        assert llm.store.stats.spilled > 0
+    check_nothing_is_held(llm)
+
+
+def test_a_restarted_engine_goes_on_from_the_cold_tier(case: Case, make_llm: MakeLLM, tmp_path: Path) -> None:
+    names = [f"chat-{number}" for number in range(len(case.prompts))]
+    begin, rest = (replace(GREEDY, max_tokens=count) for count in (11, TOKENS - 11))
+    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    first = llm.generate(case.prompts, begin, sessions=names)
+    llm.close(drain=30.0)
+
+    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    talks = [prompt + list(answer.token_ids) for prompt, answer in zip(case.prompts, first, strict=True)]
+    saved = llm.session_tokens("chat-3")
+    assert saved is not None
+    assert saved.tolist() == talks[3]
+    second = llm.generate(talks, rest, sessions=names)
+    assert [a.token_ids + b.token_ids for a, b in zip(first, second, strict=True)] == case.truth
+    assert [answer.cached.total for answer in second] == [len(talk) - 1 for talk in talks]
+    assert all(answer.cached.cold > 0 for answer in second)
+    check_nothing_is_held(llm)
+
+
+def test_rows_of_chunks_in_any_order(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama(step_tokens=70)
+    long, gone = 5, 4
+    first = llm.submit(llama.prompts[long], GREEDY)
+    aborted = llm.submit(llama.prompts[gone], GREEDY)
+    second = llm.submit(llama.prompts[2], GREEDY)
+    llm.step()
+    assert [one.row for one in (first, aborted, second)] == [0, 1, 2]
+    llm.abort(aborted)
+    third, fourth = (llm.submit(llama.prompts[at], GREEDY) for at in (0, 1))
+    llm.step()
+    # The chunks of this step were of rows 0, 2, 1, 3, in the order of arrival.
+    assert [one.row for one in (first, second, third, fourth)] == [0, 2, 1, 3]
+    tokens = [one.token_ids for one in finish(llm, [first, second, third, fourth])]
+    assert tokens == [llama.truth[at] for at in (long, 2, 0, 1)]
+
+
+def test_many_requests_with_few_rows(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama(max_sequences=4, device_blocks=40, host_bytes=1 << 20, step_tokens=32)
+    order = np.random.default_rng(3).integers(0, len(llama.prompts), 72).tolist()
+    found = answers(llm, [llama.prompts[at] for at in order])
+    assert found == [llama.truth[at] for at in order]
+    check_nothing_is_held(llm)
+
+
+# What is shared, and what never is
+
+
+def test_a_prefix_submitted_many_times_at_once_is_computed_once(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama()
+    shared = llama.prompts[8][: 4 * SIZE]
+    prompts = [[*shared, number, number] for number in range(2, 12)]
+    sequences = [llm.submit(prompt, GREEDY) for prompt in prompts]
+    finish(llm, sequences)
+    # All but the last of its tokens run once each.
+    generated = len(prompts) * TOKENS - len(prompts)
+    prefill = sum(one.computed for one in sequences)
+    assert prefill == len(shared) + 2 * len(prompts), f"{generated} decoded"
+
+
+def test_salts_and_tenants_never_share(llama: Case, make_llama: MakeLLM, tmp_path: Path) -> None:
+    llm = make_llama(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    prompt = llama.prompts[5]
+
+    def cached(llm: LLM, salt: bytes) -> int:
+        sequence = llm.submit(prompt, GREEDY, salt=salt)
+        assert finish(llm, [sequence])[0].token_ids == llama.truth[5]
+        return sequence.cached.total
+
+    assert cached(llm, b"") == 0
+    assert cached(llm, b"a") == 0
+    assert cached(llm, b"b") == 0
+    assert cached(llm, b"a") == cached(llm, b"") == 72
+    llm.close(drain=30.0)
+    for tenant, expected in ((b"other", 0), (b"", 72), (b"other", 72)):
+        llm = make_llama(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30), tenant=tenant)
+        assert cached(llm, b"") == expected, tenant
+        llm.close(drain=30.0)
+
+
+def test_reset_cache_makes_everything_unknown(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama()
+    llm.generate(llama.prompts, GREEDY, sessions=[str(at) for at in range(len(llama.prompts))])
+    llm.reset_cache()
+    again = llm.generate(llama.prompts, GREEDY)
+    assert [answer.token_ids for answer in again] == llama.truth
+    # What they share among each other is as before; nothing more.
+    shared = 4 * SIZE
+    assert [answer.cached.total for answer in again] == [0] * 7 + [shared] * 2
+    assert llm.session_tokens("0") is None
+
+
+def test_the_cache_is_not_reset_under_running_requests(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama()
+    sequence = llm.submit(llama.prompts[5], GREEDY)
+    with pytest.raises(RequestError, match="1 sequences are not finished"):
+        llm.reset_cache()
+    assert finish(llm, [sequence])[0].token_ids == llama.truth[5]
+    llm.reset_cache()
+
+
+# How an answer is sampled, and when it ends
+
+
+def test_a_seed_draws_the_same_tokens_wherever_it_runs(llama: Case, make_llama: MakeLLM) -> None:
+    params = [
+        SamplingParams(max_tokens=16, temperature=1.3, top_k=50, top_p=0.95, seed=at, ignore_eos=True)
+        for at in range(len(llama.prompts))
+    ]
+    alone = make_llama()
+    expected = [answers(alone, [prompt], one)[0] for prompt, one in zip(llama.prompts, params, strict=True)]
+    batch = make_llama().generate(llama.prompts, params)
+    assert [answer.token_ids for answer in batch] == expected
+    tight = make_llama(device_blocks=18, step_tokens=16)
+    assert [answer.token_ids for answer in tight.generate(llama.prompts, params)] == expected
+    assert tight.scheduler.preemptions > 0
+    # Without a seed every time is another one.
+    free = replace(params[0], seed=None)
+    assert len({answers(alone, [llama.prompts[0]], free)[0] for _ in range(4)}) > 1
+
+
+def test_forks_draw_other_tokens_unless_a_seed_was_asked_for(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama()
+    for seed, same in ((11, True), (None, False)):
+        params = SamplingParams(max_tokens=20, temperature=2.0, seed=seed, ignore_eos=True)
+        sequence = llm.submit(llama.prompts[4], params)
+        run_until(llm, sequence, SequenceState.DECODING)
+        twin = llm.fork(sequence)
+        first, second = finish(llm, [sequence, twin])
+        assert first.token_ids[0] == second.token_ids[0]
+        assert (first.token_ids == second.token_ids) is same
+
+
+def test_answers_end_where_they_should(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama(max_tokens=100)
+    prompt, truth = llama.prompts[4], llama.truth[4]
+    (ended,) = llm.generate(prompt, replace(GREEDY, stop_token_ids=(truth[5],)))
+    at = truth.index(truth[5])
+    assert ended.token_ids == truth[: at + 1]
+    assert ended.finish_reason is FinishReason.STOP
+    (later,) = llm.generate(prompt, replace(GREEDY, stop_token_ids=(truth[0],), min_tokens=4))
+    assert len(later.token_ids) >= 4
+    assert truth[0] not in later.token_ids[:4]
+    (one,) = llm.generate(prompt, replace(GREEDY, max_tokens=1))
+    assert (one.token_ids, one.finish_reason) == (truth[:1], FinishReason.LENGTH)
+    (limited,) = llm.generate(llama.prompts[5], replace(GREEDY, max_tokens=10**6))
+    assert len(limited.token_ids) == 100 - len(llama.prompts[5])
+    assert limited.token_ids[:TOKENS] == llama.truth[5]
+    assert limited.finish_reason is FinishReason.LENGTH
+
+
+def test_the_end_token_of_the_model_ends_an_answer_unless_it_is_ignored(llama: Case, made: list[LLM]) -> None:
+    truth = llama.truth[4]
+    ending = replace(llama.loaded, eos_ids=frozenset({truth[6]}))
+    llm = maker(replace(llama, loaded=ending), made)()
+    at = truth.index(truth[6])
+    plain = replace(GREEDY, ignore_eos=False)
+    (ended,) = llm.generate(llama.prompts[4], plain)
+    assert (ended.token_ids, ended.finish_reason) == (truth[: at + 1], FinishReason.STOP)
+    assert answers(llm, [llama.prompts[4]]) == [truth]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [SequenceState.WAITING, SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.ASLEEP],
+)
+@pytest.mark.parametrize("session", [None, "chat"])
+def test_an_aborted_sequence_frees_everything(
+    llama: Case, make_llama: MakeLLM, state: SequenceState, session: str | None
+) -> None:
+    settings: dict[SequenceState, dict[str, int]] = {
+        SequenceState.WAITING: {"max_sequences": 2},
+        SequenceState.PREFILLING: {"step_tokens": 12},
+        SequenceState.DECODING: {},
+        SequenceState.ASLEEP: {"device_blocks": 17},
+    }
+    llm = make_llama(**settings[state])
+    others = [llm.submit(prompt, GREEDY) for prompt in (llama.prompts[4], llama.prompts[3])]
+    sequence = llm.submit(llama.prompts[5], GREEDY, session=session)
+    run_until(llm, sequence, state)
+    llm.abort(sequence)
+    llm.abort(sequence)
+    check(llm)
+    completion = llm.completion(sequence)
+    assert completion.finish_reason is FinishReason.ABORTED
+    assert completion.token_ids == llama.truth[5][: len(completion.token_ids)]
+    assert [one.token_ids for one in finish(llm, others)] == [llama.truth[4], llama.truth[3]]
+    check_nothing_is_held(llm)
+    if session is not None:
+        assert (llm.session_tokens(session) is None) == (state is SequenceState.WAITING)
+
+
+# Text
+
+
+@pytest.fixture(scope="module")
+def speaking(llama: Case) -> Case:
+    """The model with a tokenizer whose tokens end in the middle of words and of characters."""
+    return replace(llama, loaded=replace(llama.loaded, tokenizer=byte_tokenizer(199)))
+
+
+def byte_tokenizer(size: int) -> Any:
+    """A byte-level BPE tokenizer with `size` tokens, a few of them words."""
+    import tokenizers
+
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    symbols = sorted(alphabet)[: size - 8]
+    vocabulary = {symbol: at for at, symbol in enumerate(symbols)}
+    merges: list[tuple[str, str]] = []
+    for left, right in (("t", "h"), ("th", "e"), ("a", "t"), ("s", "at"), ("c", "at")):
+        if left in vocabulary and right in vocabulary:
+            merges.append((left, right))
+            vocabulary[left + right] = len(vocabulary)
+    while len(vocabulary) < size:
+        vocabulary[f"<{len(vocabulary)}>"] = len(vocabulary)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    fast: Any = transformers.PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizer)
+
+
+def test_a_streamed_answer_is_the_whole_text(speaking: Case, made: list[LLM]) -> None:
+    llm = maker(speaking, made)()
+    (whole,) = llm.generate(speaking.prompts[4], GREEDY)
+    assert whole.token_ids == speaking.truth[4]
+    pieces = list(llm.stream(speaking.prompts[4], GREEDY))
+    assert "".join(pieces) == whole.text
+    assert len(pieces) > 3
+    assert all(pieces)
+    check_nothing_is_held(llm)
+
+
+def test_streams_side_by_side_lose_nothing(speaking: Case, made: list[LLM]) -> None:
+    llm = maker(speaking, made)()
+    whole = [answer.text for answer in llm.generate(speaking.prompts[3:6], GREEDY)]
+    streams = [llm.stream(prompt, GREEDY) for prompt in speaking.prompts[3:6]]
+    texts = [next(stream) for stream in streams]
+    # The last is read first: the others end meanwhile.
+    for at in (2, 0, 1):
+        texts[at] += "".join(streams[at])
+    assert texts == whole
+    check_nothing_is_held(llm)
+
+
+def test_a_stream_that_is_given_up_frees_everything(speaking: Case, made: list[LLM]) -> None:
+    llm = maker(speaking, made)()
+    stream = llm.stream(speaking.prompts[5], GREEDY)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    check_nothing_is_held(llm)
+
+
+def test_stop_strings_end_an_answer_also_across_tokens(speaking: Case, made: list[LLM]) -> None:
+    llm = maker(speaking, made)()
+    (whole,) = llm.generate(speaking.prompts[4], GREEDY)
+    for start in range(2, len(whole.text) - 3):
+        stop = whole.text[start : start + 3]
+        if "\ufffd" in stop:
+            continue
+        params = replace(GREEDY, stop=(stop, "never said"))
+        (cut,) = llm.generate(speaking.prompts[4], params)
+        assert cut.text == whole.text[: whole.text.index(stop)]
+        assert cut.finish_reason is FinishReason.STOP
+        assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+        assert "".join(llm.stream(speaking.prompts[4], params)) == cut.text
+    check_nothing_is_held(llm)
+
+
+def test_a_fork_stops_at_its_own_strings(speaking: Case, made: list[LLM]) -> None:
+    llm = maker(speaking, made)()
+    (whole,) = llm.generate(speaking.prompts[4], GREEDY)
+    sequence = llm.submit(speaking.prompts[4], GREEDY)
+    run_until(llm, sequence, SequenceState.DECODING)
+    stop = next(whole.text[at : at + 2] for at in range(4, 20) if "\ufffd" not in whole.text[at : at + 2])
+    twin = llm.fork(sequence, replace(GREEDY, stop=stop))
+    first, second = finish(llm, [sequence, twin])
+    assert first.text == whole.text
+    assert second.text == whole.text[: whole.text.index(stop)]
+
+
+# What bad input gets
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([[]], "empty"),
+        ([3, 4, 199], "token ids must be from 0 to 198"),
+        ([3, -1], "token ids must be from 0 to 198"),
+        ([3, 2**70], "prompt is text, token ids, or messages"),
+        ([3, 2.5], "prompt is text, token ids, or messages"),
+        ([[3, [4]]], "prompt is text, token ids, or messages"),
+        ([[[3], [4]]], "prompt is text, token ids, or messages"),
+        (np.zeros((2, 2), dtype=np.int32), "prompt is text, token ids, or messages"),
+        (np.array(3), "prompt is text, token ids, or messages"),
+        ([2] * 512, "max_tokens allows 511"),
+        ("words", "no tokenizer"),
+        ([{"role": "user", "content": "words"}], "no chat template"),
+        ([{"role": "user", "content": "words"}, 4], "messages"),
+        ({"role": "user"}, "prompt is text, token ids, or messages"),
+        (5, "prompt is text, token ids, or messages"),
+        (None, "prompt is text, token ids, or messages"),
+    ],
+)
+def test_bad_prompts_are_refused(make_llama: MakeLLM, prompt: Any, said: str) -> None:
+    llm = make_llama()
+    with pytest.raises(RequestError, match=said):
+        llm.generate(prompt, GREEDY)
+    check_nothing_is_held(llm)
+
+
+def test_no_prompts_get_no_answers(make_llama: MakeLLM) -> None:
+    assert make_llama().generate([]) == []
+
+
+def test_text_that_no_tokenizer_takes_is_refused(speaking: Case, made: list[LLM]) -> None:
+    llm = maker(speaking, made)()
+    with pytest.raises(RequestError, match="the prompt cannot be tokenized"):
+        llm.submit("half a character: \ud83d")
+    with pytest.raises(RequestError, match="empty"):
+        llm.submit("")
+    check_nothing_is_held(llm)
+
+
+def test_a_bad_prompt_among_good_ones_leaves_none_behind(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama()
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate([llama.prompts[0], []], GREEDY)
+    check_nothing_is_held(llm)
+
+
+def test_bad_params_are_refused(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama()
+    with pytest.raises(RequestError, match="stop_token_ids must be from 0 to 198, got 199"):
+        llm.submit(llama.prompts[0], replace(GREEDY, stop_token_ids=(199,), min_tokens=2))
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.submit(llama.prompts[0], replace(GREEDY, stop="words"))
+    with pytest.raises(RequestError, match="2 prompts with 1 sampling params"):
+        llm.generate(llama.prompts[:2], [GREEDY])
+    with pytest.raises(RequestError, match="2 prompts with 2 sampling params and 1 sessions"):
+        llm.generate(llama.prompts[:2], GREEDY, sessions=["a"])
+    with pytest.raises(RequestError, match="no tokenizer"):
+        next(llm.stream(llama.prompts[0], GREEDY))
+    check_nothing_is_held(llm)
+
+
+def test_bad_forks_are_refused(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama(max_sequences=2, host_bytes=0, device_blocks=12)
+    sequence = llm.submit(llama.prompts[4], GREEDY)
+    with pytest.raises(RequestError, match="is waiting; only a decoding one forks"):
+        llm.fork(sequence)
+    run_until(llm, sequence, SequenceState.DECODING)
+    for _ in range(3):
+        llm.step()
+    with pytest.raises(RequestError, match="4 tokens already; max_tokens allows 4"):
+        llm.fork(sequence, replace(GREEDY, max_tokens=4))
+    with pytest.raises(RequestError, match="device_blocks"):
+        llm.fork(sequence, replace(GREEDY, max_tokens=400))
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.fork(sequence, replace(GREEDY, stop="words"))
+    twin = llm.fork(sequence)
+    with pytest.raises(CapacityError, match="rows"):
+        llm.fork(sequence)
+    with pytest.raises(RequestError, match="has not finished"):
+        llm.completion(sequence)
+    assert [one.token_ids for one in finish(llm, [sequence, twin])] == [llama.truth[4]] * 2
+    with pytest.raises(RequestError, match="is finished"):
+        llm.fork(sequence)
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"block_size": 0}, ConfigError, "block_size"),
+        ({"block_size": -4}, ConfigError, "block_size"),
+        ({"device_blocks": 0}, ConfigError, "device_blocks"),
+        ({"device_blocks": -1}, ConfigError, "device_blocks"),
+        ({"device_blocks": None, "device_bytes": -1}, ConfigError, "device_bytes"),
+        ({"device_blocks": None, "device_bytes": 10}, ConfigError, "device_bytes"),
+        ({"device_blocks": 9, "device_bytes": 1 << 20}, ConfigError, "device_bytes"),
+        ({"host_bytes": -1}, ConfigError, "host_bytes"),
+        ({"host_bytes": 1 << 60}, MemoryUnavailableError, "host_bytes|memory"),
+        ({"device_blocks": 1 << 28}, MemoryUnavailableError, "device|memory"),
+        ({"max_sequences": 0}, ConfigError, "max_sequences"),
+        ({"max_sequences": -3}, ConfigError, "max_sequences"),
+        ({"max_tokens": 1}, ConfigError, "max_tokens"),
+        ({"max_tokens": 513}, ConfigError, "max_tokens: must be between 2 and the model's 512"),
+        ({"step_tokens": 0}, ConfigError, "step_tokens"),
+        ({"load_seconds": -1.0}, ConfigError, "load_seconds"),
+        ({"device": "abacus"}, ConfigError, "device"),
+        ({"device": "meta"}, ConfigError, "device"),
+        ({"device": "cuda:99"}, ConfigError, "device"),
+    ],
+)
+def test_bad_settings_are_refused(
+    make_llama: MakeLLM, settings: dict[str, Any], error: type[KVPagerError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        make_llama(**settings)
+
+
+def test_bad_models_and_missing_host_memory_are_refused(make_llama: MakeLLM, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model"):
+        LLM(tmp_path / "nothing", device="cpu")
+    with pytest.raises(ConfigError, match="device"):
+        LLM(tmp_path / "nothing", device="cuda:99")
+    with (
+        closing(DiskColdTier(tmp_path, capacity_bytes=1 << 20)) as cold,
+        pytest.raises(ConfigError, match="host_bytes: a cold tier needs host memory"),
+    ):
+        make_llama(cold=cold, host_bytes=0)
+
+
+def test_what_the_tiers_never_hold_is_refused_and_the_rest_goes_on(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama(device_blocks=6, host_bytes=0)
+    running = llm.submit(llama.prompts[0], GREEDY)
+    with pytest.raises(RequestError, match="device_blocks"):
+        llm.submit(llama.prompts[5], GREEDY)
+    assert finish(llm, [running])[0].token_ids == llama.truth[0]
+
+
+def test_a_closed_engine_says_so(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama(max_sequences=2)
+    sequences = [llm.submit(prompt, GREEDY, session=str(len(prompt))) for prompt in llama.prompts[3:7]]
+    run_until(llm, sequences[0], SequenceState.DECODING)
+    llm.step()
+    llm.close()
+    llm.close()
+    for sequence in sequences:
+        llm.abort(sequence)
+        completion = llm.completion(sequence)
+        assert completion.finish_reason is FinishReason.ABORTED
+    assert llm.completion(sequences[0]).token_ids == llama.truth[3][:2]
+    for call in (
+        lambda: llm.submit(llama.prompts[0]),
+        lambda: llm.generate(llama.prompts[0]),
+        lambda: next(llm.stream(llama.prompts[0])),
+        llm.step,
+        lambda: llm.fork(sequences[0]),
+        llm.reset_cache,
+        llm.save_sessions,
+        lambda: llm.session_tokens("x"),
+    ):
+        with pytest.raises(ClosedError, match="closed"):
+            call()
+
+
+def test_what_runs_when_an_engine_is_closed_goes_on_elsewhere(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path
+) -> None:
+    llm = make_llama(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    sequence = llm.submit(llama.prompts[5], GREEDY, session="chat")
+    run_until(llm, sequence, SequenceState.DECODING)
+    for _ in range(6):
+        llm.step()
+    llm.close(drain=30.0)
+    done = llm.completion(sequence).token_ids
+    assert done == llama.truth[5][:7]
+
+    llm = make_llama(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    rest = replace(GREEDY, max_tokens=TOKENS - len(done))
+    (answer,) = llm.generate(llama.prompts[5] + list(done), rest, sessions=["chat"])
+    assert done + answer.token_ids == llama.truth[5]
+    assert answer.cached.cold == len(llama.prompts[5]) + len(done) - 1
+
+
+# A cold tier that fails
+
+
+def test_a_disk_that_is_lost_costs_hits_and_nothing_else(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cold"
+    llm = make_llama(
+        cold=DiskColdTier(folder, capacity_bytes=1 << 30), device_blocks=20, host_bytes=60 * 6144
+    )
+    names = [str(at) for at in range(len(llama.prompts))]
+    assert [answer.token_ids for answer in llm.generate(llama.prompts, GREEDY, sessions=names)] == llama.truth
+    assert llm.host is not None
+    llm.host.flush(5.0)
+    running = [llm.submit(prompt, GREEDY) for prompt in llama.prompts]
+    for _ in range(5):
+        llm.step()
+    shutil.rmtree(folder)
+    assert [one.token_ids for one in finish(llm, running)] == llama.truth
+    started = time.monotonic()
+    assert answers(llm, [list(reversed(prompt)) for prompt in llama.prompts]) != llama.truth
+    assert answers(llm, llama.prompts) == llama.truth
+    llm.close(drain=1.0)
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("fate", ["killed", "stalled"])
+def test_a_redis_that_dies_costs_hits_and_nothing_else(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path, fate: str
+) -> None:
+    with RedisServer(tmp_path) as server:
+        llm = make_llama(
+            cold=RedisColdTier(server.url, deadline=0.3),
+            device_blocks=20,
+            host_bytes=60 * 6144,
+            load_seconds=0.5,
+        )
+        names = [str(at) for at in range(len(llama.prompts))]
+        first = llm.generate(llama.prompts, GREEDY, sessions=names)
+        assert [answer.token_ids for answer in first] == llama.truth
+        assert llm.host is not None
+        assert llm.host.flush(10.0) == 0
+        running = [llm.submit(prompt, GREEDY) for prompt in llama.prompts]
+        for _ in range(3):
+            llm.step()
+        if fate == "killed":
+            server.kill()
+        else:
+            server.stall()
+        started = time.monotonic()
+        assert [one.token_ids for one in finish(llm, running)] == llama.truth
+        again = llm.generate(
+            llama.prompts, GREEDY, sessions=[f"new-{at}" for at in range(len(llama.prompts))]
+        )
+        assert [answer.token_ids for answer in again] == llama.truth
+        assert time.monotonic() - started < 20
+        assert llm.save_sessions() == 0
+        check(llm)
+        llm.close(drain=0.5)
