@@ -11,6 +11,7 @@ is timed apart over the same prompts and taken off for the figures without hashi
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -36,6 +37,8 @@ def run(workload: Workload) -> dict[str, Any]:
     """One run in a fresh store: seconds of each phase, and of the decode steps of a full batch."""
     layout = KVLayout(1, 1, 8, workload.block_size)
     store = TieredStore(layout, workload.num_blocks, root=ROOT, max_sequences=workload.batch)
+    gc.collect()
+    gc.freeze()  # as the peer's engine does
     seconds = dict.fromkeys(PHASES, 0.0)
     steps: list[float] = []
     matched = 0
@@ -75,6 +78,7 @@ def run(workload: Workload) -> dict[str, Any]:
         for one in rows:
             store.close_row(one)
         seconds["free"] += perf_counter() - started
+    gc.unfreeze()
     store.check_integrity()
     store.close()
     return {**summary(workload, seconds, steps), "matched_blocks": matched}

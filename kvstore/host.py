@@ -44,7 +44,7 @@ from ..tiers.layout import KVLayout
 from ..tiers.mover import HostMover
 from ..tiers.pinned import PinnedArena
 from .events import EventKind, EventStream, Listener
-from .hashing import HASH_BYTES, Tokens, hash_blocks, space_id
+from .hashing import HASH_BYTES, Tokens, hash_blocks, leading, space_id
 from .policy import EvictionPolicy, Ids, make_policy
 from .pool import first_generations
 
@@ -956,13 +956,7 @@ class HostSpace:
     # Inside: all of it is called with the store's lock held.
 
     def _resident(self, hashes: Sequence[bytes]) -> Ids:
-        get = self._index.get
-        found = []
-        for name in hashes:
-            slot = get(name)
-            if slot is None:
-                break
-            found.append(slot)
+        found = leading(self._index, hashes)
         if len(set(found)) < len(found):
             raise ConfigError("hashes", "a hash is named twice; a prefix names each of its blocks once")
         return np.array(found, dtype=np.int32)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..tiers.arena import SlotAllocator
 from ..tiers.errors import CapacityError, IntegrityError
+from .hashing import leading
 from .policy import EvictionPolicy, Ids
 
 __all__ = ["BlockPool", "first_generations"]
@@ -133,14 +134,7 @@ class BlockPool:
 
     def match(self, hashes: Sequence[bytes], start: int = 0) -> Ids:
         """Ids of the leading blocks of ``hashes[start:]`` that are in the index. Takes no hold of them."""
-        get = self.index.get
-        found = []
-        for at in range(start, len(hashes)):
-            block = get(hashes[at])
-            if block is None:
-                break
-            found.append(block)
-        return np.array(found, dtype=np.int32)
+        return np.array(leading(self.index, hashes, start), dtype=np.int32)
 
     def hold(self, ids: Ids) -> None:
         """One more reference to each (no id twice)."""
@@ -171,9 +165,22 @@ class BlockPool:
         self.generations[ids] += 1
         self._slots.free(ids)
 
-    def publish(self, ids: Ids, names: Sequence[bytes]) -> None:
-        """Blocks are full and immutable and can be found by their hashes, which nothing in the index has."""
-        self.index.update(zip(names, ids.tolist(), strict=True))
+    def publish(self, ids: Ids, names: Sequence[bytes]) -> Ids:
+        """Blocks are full and immutable: let them be found by their hashes, unless others can be already.
+
+        Returns:
+            int32 [n], per hash the block that is found by it now: its own, or one with the same KV.
+        """
+        listed = ids.tolist()
+        found = list(map(self.index.setdefault, names, listed))
+        if found == listed:
+            self._set_names(ids, names)
+            return ids
+        own = [at for at, block in enumerate(listed) if found[at] == block]
+        self._set_names(ids[own], [names[at] for at in own])
+        return np.array(found, dtype=np.int32)
+
+    def _set_names(self, ids: Ids, names: Sequence[bytes]) -> None:
         # numpy would make fixed-width strings of a list, and lose a hash's last byte where that is zero.
         column = np.empty(len(ids), dtype=object)
         column[:] = names

@@ -769,7 +769,8 @@ class TieredStore:
                 self.table.set(row, count, self.arena.addresses(near))
                 found.device += len(near)
                 count += len(near)
-                continue
+                if count == len(names):
+                    break
             far = self._attach_far(row, count, names[count:], 0.0)
             found.host += far
             if not far and cold_deadline > 0 and (left := end - time.monotonic()) > 0:
@@ -869,8 +870,13 @@ class TieredStore:
         """Device blocks and host slots that words name."""
         far = (words & FAR) != 0
         if self.host is None or not far.any():
-            return self.arena.slots_at(words), np.empty(0, dtype=np.int32)
-        return self.arena.slots_at(words[~far]), self.host.slots_at(words[far])
+            return self._blocks_at(words), np.empty(0, dtype=np.int32)
+        return self._blocks_at(words[~far]), self.host.slots_at(words[far])
+
+    def _blocks_at(self, words: Words) -> Ids:
+        """Device blocks that near words name: `DeviceArena.slots_at` without its checks, for hot paths."""
+        blocks: Ids = ((words - self.arena.base) // self.arena.slot_bytes).astype(np.int32)
+        return blocks
 
     def _allocate(self, count: int) -> Ids:
         """Grant device blocks; what is evicted for them is copied below first, if there is room below.
@@ -972,20 +978,13 @@ class TieredStore:
         self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], names: list[bytes]
     ) -> None:
         """Blocks (row, column) are full: let them be found by their names, queue their copies."""
-        blocks = self.arena.slots_at(self.table.words[rows, columns])
-        index = self.pool.index
-        if not index.keys().isdisjoint(names) or len(set(names)) < len(names):
-            fresh: list[int] = []
-            for at, (name, block) in enumerate(zip(names, blocks.tolist(), strict=True)):
-                twin = index.get(name)
-                if twin is None:
-                    self.pool.publish(blocks[at : at + 1], [name])
-                    fresh.append(at)
-                elif twin != block:
-                    self._adopt(int(rows[at]), int(columns[at]), block, twin)
-            blocks, names = blocks[fresh], [names[at] for at in fresh]
-        else:
-            self.pool.publish(blocks, names)
+        blocks = self._blocks_at(self.table.words[rows, columns])
+        holders = self.pool.publish(blocks, names)
+        own = holders == blocks
+        if not own.all():
+            for at in (~own).nonzero()[0].tolist():
+                self._adopt(int(rows[at]), int(columns[at]), int(blocks[at]), int(holders[at]))
+            blocks, names = blocks[own], [names[at] for at in own.nonzero()[0].tolist()]
         self._queue(blocks, names)
 
     def _names_of(self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> list[bytes]:
