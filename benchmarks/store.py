@@ -1,8 +1,8 @@
 """Bookkeeping of the store beside vLLM's `KVCacheManager`, on the same requests.
 
 Both sides match, allocate, commit and free what `kv_workload.py` describes, in turns. Ours holds no bytes to
-speak of (a block of 512 bytes) and has no tier below, as the peer has none. Hashing is part of our `open`; it
-is timed apart over the same prompts and taken off for the figures without hashing.
+speak of (a block of 512 bytes) and has no tier below, as the peer has none. Prompts are named once, and what
+is asked about them takes the names, as the peer's requests carry theirs.
 
     benchmarks/peers/setup_vllm        once: the peer's environment
     python benchmarks/store.py [--rounds N] [--json FILE]
@@ -24,7 +24,6 @@ from typing import Any, Final
 
 import numpy as np
 from kvpager.benchmarks.kv_workload import DECODE_256, DECODE_1024, PHASES, STANDARD, Workload, summary
-from kvpager.kvstore.hashing import hash_blocks
 from kvpager.kvstore.store import TieredStore
 from kvpager.tiers.layout import KVLayout
 
@@ -48,17 +47,16 @@ def run(workload: Workload) -> dict[str, Any]:
         rows = []
         for prompt in prompts:
             started = perf_counter()
-            hash_blocks(prompt, layout.block_size, ROOT)
+            named = store.name_prompt(prompt)
             hashed = perf_counter()
-            opened = store.open(prompt)
+            opened = store.open_named(named)
             found = perf_counter()
             row = np.array([opened.row])
             store.reserve(row, len(prompt) - opened.length)
             store.advance(opened.row, prompt[opened.length :])
             done = perf_counter()
-            hashing = hashed - started
-            seconds["hash"] += hashing
-            seconds["match"] += found - hashed - hashing
+            seconds["hash"] += hashed - started
+            seconds["match"] += found - hashed
             seconds["allocate"] += done - found
             matched += opened.length // layout.block_size
             rows.append(opened.row)
