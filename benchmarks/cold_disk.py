@@ -18,12 +18,9 @@ Everything fits the page cache, so this measures the ways and not the disk.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections import deque
@@ -33,6 +30,7 @@ from typing import Any, Protocol
 
 import lmdb
 import numpy as np
+from kvpager.benchmarks.report import write_report
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.record import HEADER_BYTES
 
@@ -248,18 +246,7 @@ def main() -> None:
                 f"{row['get, GB/s']:6.2f} GB/s ({row['get']:7.1f} us)   delete {row['delete']:7.1f} us   "
                 f"open {row['open, ms']:6.2f} ms"
             )
-    if arguments.json is not None:
-        report = {
-            "machine": {"cores": os.cpu_count(), "cpu": platform.machine(), "kernel": platform.release()},
-            "versions": {
-                "python": sys.version.split()[0],
-                "py-lmdb": lmdb.__version__,
-                "lmdb": ".".join(map(str, lmdb.version())),
-            },
-            "rounds": arguments.rounds,
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(arguments.json, results, "lmdb", "xxhash", lmdb_library=".".join(map(str, lmdb.version())))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,8 +25,7 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
-import redis
-import xxhash
+from kvpager.benchmarks.report import write_report
 from kvpager.tests.redis_servers import RedisServer
 from kvpager.tiers.cold_redis import RedisColdTier
 from kvpager.tiers.record import HEADER_BYTES, RecordCodec
@@ -259,27 +256,15 @@ def main() -> None:
                     f"  {name:16} {row['GB/s']:6.2f} GB/s ({row['least']:.2f}-{row['greatest']:.2f})"
                     f"   kvpager is {row['kvpager is times']:.2f} times this"
                 )
-    if arguments.json is not None:
-        server = subprocess.run(["redis-server", "--version"], capture_output=True, text=True, check=True)
-        report = {
-            "machine": {
-                "cores": os.cpu_count(),
-                "load average of the last minute": round(os.getloadavg()[0], 2),
-                "cpu": platform.processor() or platform.machine(),
-                "kernel": platform.release(),
-            },
-            "versions": {
-                "python": sys.version.split()[0],
-                "redis-py": redis.__version__,
-                "xxhash": xxhash.VERSION,
-                "redis-server": server.stdout.split()[2].removeprefix("v="),
-                "lmcache": "0.5.6" if arguments.peer_python else None,
-            },
-            "connections": arguments.connections,
-            "rounds": arguments.rounds,
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    server = subprocess.run(["redis-server", "--version"], capture_output=True, text=True, check=True)
+    write_report(
+        arguments.json,
+        {"connections": arguments.connections, "rounds": arguments.rounds, **results},
+        "redis",
+        "xxhash",
+        redis_server=server.stdout.split()[2].removeprefix("v="),
+        lmcache="0.5.6" if arguments.peer_python else "not measured",
+    )
 
 
 if __name__ == "__main__":

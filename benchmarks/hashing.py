@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from kvpager.benchmarks.report import write_report
 from kvpager.kvstore.hashing import hash_blocks
 from kvpager.kvstore.host import HostSpace, HostStore
 from kvpager.kvstore.store import TieredStore
@@ -118,22 +116,6 @@ def _discard(hashes: list[bytes]) -> None:
     """What was measured is not looked at."""
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prefix hashes, and matching a long prompt")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="length of the prompt")
@@ -147,8 +129,7 @@ def main() -> None:
         f"{found['hash_tokens_per_s'] / 1e6:.1f}M tokens/s at block size {found['block_size']}, "
         f"{found['hash_ratio_to_peer']:.2f}x of one by one"
     )
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), **found}, indent=2) + "\n")
+    write_report(options.json, found)
 
 
 if __name__ == "__main__":

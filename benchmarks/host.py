@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from kvpager.benchmarks.report import write_report
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.policy import LRUPolicy
 from kvpager.tiers.layout import KVLayout
@@ -137,22 +135,6 @@ def ranking() -> Row:
     }
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host memory beside plain copies, and the eviction policy")
     parser.add_argument("--rounds", type=int, default=25, help="rounds of the largest copies (default: 25)")
@@ -173,9 +155,7 @@ def main() -> None:
         f"LRU, {lru['blocks']} blocks, batches of {lru['batch']}: "
         f"{lru['touches_per_s'] / 1e6:.1f}M touches/s, {lru['admissions_per_s'] / 1e6:.1f}M admissions/s"
     )
-    if options.json:
-        found = {"machine": machine(), "copies": rows, "lru": lru}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    write_report(options.json, {"copies": rows, "lru": lru})
 
 
 if __name__ == "__main__":

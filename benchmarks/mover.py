@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from kvpager.benchmarks.report import write_report
 from kvpager.tiers.arena import DeviceArena
 from kvpager.tiers.driver import driver_answers
 from kvpager.tiers.memory import format_bytes
@@ -176,31 +174,6 @@ def show(rows: list[Row]) -> None:
         print(f"{row['kind']:>9} {format_bytes(row['block_bytes']):>9} x {row['batch']:<4} GB/s: {rates}")
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    found: dict[str, Any] = {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-    if driver_answers():
-        import torch
-
-        found |= {
-            "gpu": torch.cuda.get_device_name(0),
-            "torch": str(torch.__version__),
-            "cuda": torch.version.cuda,
-        }
-    return found
-
-
 def main() -> None:
     """Measure, print, and write what ``--json`` names."""
     parser = argparse.ArgumentParser(description="Block copies beside plain copies of the same bytes.")
@@ -213,8 +186,7 @@ def main() -> None:
     else:
         print("no CUDA driver answers: copies between host and VRAM are not measured")
     show(rows)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": machine(), "results": rows}, indent=2) + "\n")
+    write_report(arguments.json, rows, "torch", "cuda-python")
 
 
 if __name__ == "__main__":

