@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..tiers.errors import KVPagerError
-from . import demo
+from .demo import add_parser as add_demo
 
 __all__ = ["main"]
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvpager {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    demo.add_parser(commands)
+    add_demo(commands)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:

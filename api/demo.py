@@ -255,7 +255,7 @@ def _serve(settings: _Settings, messages: list[list[dict[str, str]]] | None) -> 
                 [{"role": "user", "content": f"{documents[chat % len(documents)]}\n\n{_question(chat, 0)}"}]
                 for chat in range(settings.sessions)
             ]
-            turns = (0, 1)
+            turns: tuple[int, ...] = (0, 1)
         else:
             turns = (2,)
         started = time.monotonic()

@@ -14,7 +14,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def example(number: int) -> str:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[number]
+    examples: list[str] = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL
+    )
+    return examples[number]
 
 
 def run(source: str, folder: Path) -> str:
