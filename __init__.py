@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .kvstore.hashing import hash_blocks as hash_blocks
     from .kvstore.host import HostStore as HostStore
     from .kvstore.store import TieredStore as TieredStore
-    from .tiers.cold import open_cold_tier as open_cold_tier
+    from .tiers.cold_url import open_cold_tier as open_cold_tier
     from .tiers.errors import KVPagerError as KVPagerError
     from .tiers.layout import KVLayout as KVLayout
 
@@ -27,7 +27,7 @@ _HOMES = {
     "KVPagerError": ".tiers.errors",
     "TieredStore": ".kvstore.store",
     "hash_blocks": ".kvstore.hashing",
-    "open_cold_tier": ".tiers.cold",
+    "open_cold_tier": ".tiers.cold_url",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -229,7 +229,7 @@ def _measure(model: str, device: str, sessions: int, answer_tokens: int) -> tupl
 @contextmanager
 def _engine(settings: _Settings, *, cold: bool) -> Iterator[LLM]:
     from ..engine.llm import LLM
-    from ..tiers.cold import open_cold_tier
+    from ..tiers.cold_url import open_cold_tier
 
     on_disk = not settings.cold.startswith(("redis", "unix"))
     with LLM(

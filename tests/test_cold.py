@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kvpager.tests.redis_servers import RedisServer, make_tls_files, three_masters
-from kvpager.tiers.cold import ColdStatus, ColdTier, open_cold_tier
+from kvpager.tiers.cold import ColdStatus, ColdTier
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.cold_redis import RedisColdTier
+from kvpager.tiers.cold_url import open_cold_tier
 from kvpager.tiers.errors import CapacityError, ClosedError, ConfigError
 
 Blocks = npt.NDArray[np.uint8]
@@ -217,7 +218,7 @@ def test_a_closed_tier_says_so(tier: ColdTier) -> None:
 
 _OTHER_PROCESS = """
 import sys
-from kvpager.tiers.cold import open_cold_tier
+from kvpager.tiers.cold_url import open_cold_tier
 url, what, seed = sys.argv[1:]
 tier = open_cold_tier(url, capacity_bytes=None if "://" in url else 1 << 24, secret="a shared secret phrase")
 space, hashes = b"s" * 16, [bytes([i]) * 16 for i in range(4)]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .errors import ConfigError
 
-__all__ = ["ColdStats", "ColdStatus", "ColdTier", "StatusArray", "byte_views", "open_cold_tier"]
+__all__ = ["ColdStats", "ColdStatus", "ColdTier", "StatusArray", "byte_views"]
 
 
 class ColdStatus(enum.IntEnum):
@@ -184,65 +184,3 @@ def byte_views(name: str, buffers: Sequence[memoryview], count: int, *, writable
             raise ConfigError(name, "must be contiguous" + (" and writable" if writable else ""))
         views.append(view.cast("B"))
     return views
-
-
-def open_cold_tier(
-    url: str,
-    *,
-    capacity_bytes: int | None = None,
-    secret: str | bytes | None = None,
-    ttl: int | None = None,
-    connections: int | None = None,
-    deadline: float | None = None,
-    fsync: bool = False,
-) -> ColdTier:
-    """Open the cold tier that a URL names.
-
-    Args:
-        url: ``redis://``, ``rediss://``, ``unix://``, ``redis+cluster://`` or ``rediss+cluster://``
-            (`RedisColdTier`); ``disk:///path`` or a bare path (`DiskColdTier`).
-        capacity_bytes: most bytes on disk; needed for a disk, and not for a Redis, which has `maxmemory`.
-        secret: seal payloads with AES-256-GCM.
-        ttl: Redis only: seconds until a record expires.
-        connections: Redis only.
-        deadline: seconds that a call may take where it does not say; None takes the tier's default.
-        fsync: disk only: records survive a loss of power as soon as they are acknowledged.
-
-    Raises:
-        ConfigError: the scheme is unknown, or a setting does not go with it or is out of range.
-        ColdTierUnavailableError: something answers there that is no Redis.
-    """
-    scheme, separator, rest = url.partition("://")
-    if separator and scheme != "disk":
-        from .cold_redis import DEFAULT_CONNECTIONS, DEFAULT_DEADLINE, RedisColdTier
-
-        if capacity_bytes is not None:
-            raise ConfigError("cold.capacity_bytes", "is for a disk; limit a Redis with its own maxmemory")
-        if fsync:
-            raise ConfigError("cold.fsync", "is for a disk")
-        return RedisColdTier(
-            url,
-            secret=secret,
-            ttl=ttl,
-            connections=DEFAULT_CONNECTIONS if connections is None else connections,
-            deadline=DEFAULT_DEADLINE if deadline is None else deadline,
-        )
-    from .cold_disk import DEFAULT_DEADLINE as DISK_DEADLINE
-    from .cold_disk import DiskColdTier
-
-    path = rest if separator else url
-    if not path:
-        raise ConfigError("cold.url", f"{url!r} names no folder")
-    if separator and not path.startswith("/"):
-        raise ConfigError("cold.url", f"{url!r} needs an absolute path: disk:///{path}")
-    if capacity_bytes is None:
-        raise ConfigError("cold.capacity_bytes", "is needed for a cold tier on disk")
-    if ttl is not None or connections is not None:
-        raise ConfigError("cold.ttl" if ttl is not None else "cold.connections", "is for a Redis")
-    return DiskColdTier(
-        path,
-        capacity_bytes=capacity_bytes,
-        secret=secret,
-        fsync=fsync,
-        deadline=DISK_DEADLINE if deadline is None else deadline,
-    )

@@ -1,0 +1,69 @@
+"""One way to name a cold tier in a setting: its URL."""
+
+from __future__ import annotations
+
+from .cold import ColdTier
+from .cold_disk import DEFAULT_DEADLINE as DISK_DEADLINE
+from .cold_disk import DiskColdTier
+from .cold_redis import DEFAULT_CONNECTIONS, RedisColdTier
+from .cold_redis import DEFAULT_DEADLINE as REDIS_DEADLINE
+from .errors import ConfigError
+
+__all__ = ["open_cold_tier"]
+
+
+def open_cold_tier(
+    url: str,
+    *,
+    capacity_bytes: int | None = None,
+    secret: str | bytes | None = None,
+    ttl: int | None = None,
+    connections: int | None = None,
+    deadline: float | None = None,
+    fsync: bool = False,
+) -> ColdTier:
+    """Open the cold tier that a URL names.
+
+    Args:
+        url: ``redis://``, ``rediss://``, ``unix://``, ``redis+cluster://`` or ``rediss+cluster://``
+            (`RedisColdTier`); ``disk:///path`` or a bare path (`DiskColdTier`).
+        capacity_bytes: most bytes on disk; needed for a disk, and not for a Redis, which has `maxmemory`.
+        secret: seal payloads with AES-256-GCM.
+        ttl: Redis only: seconds until a record expires.
+        connections: Redis only.
+        deadline: seconds that a call may take where it does not say; None takes the tier's default.
+        fsync: disk only: records survive a loss of power as soon as they are acknowledged.
+
+    Raises:
+        ConfigError: the scheme is unknown, or a setting does not go with it or is out of range.
+        ColdTierUnavailableError: something answers there that is no Redis.
+    """
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme != "disk":
+        if capacity_bytes is not None:
+            raise ConfigError("cold.capacity_bytes", "is for a disk; limit a Redis with its own maxmemory")
+        if fsync:
+            raise ConfigError("cold.fsync", "is for a disk")
+        return RedisColdTier(
+            url,
+            secret=secret,
+            ttl=ttl,
+            connections=DEFAULT_CONNECTIONS if connections is None else connections,
+            deadline=REDIS_DEADLINE if deadline is None else deadline,
+        )
+    path = rest if separator else url
+    if not path:
+        raise ConfigError("cold.url", f"{url!r} names no folder")
+    if separator and not path.startswith("/"):
+        raise ConfigError("cold.url", f"{url!r} needs an absolute path: disk:///{path}")
+    if capacity_bytes is None:
+        raise ConfigError("cold.capacity_bytes", "is needed for a cold tier on disk")
+    if ttl is not None or connections is not None:
+        raise ConfigError("cold.ttl" if ttl is not None else "cold.connections", "is for a Redis")
+    return DiskColdTier(
+        path,
+        capacity_bytes=capacity_bytes,
+        secret=secret,
+        fsync=fsync,
+        deadline=DISK_DEADLINE if deadline is None else deadline,
+    )
