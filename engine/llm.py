@@ -55,7 +55,8 @@ class Completion:
         finish_reason: why it ended.
         prompt_tokens: tokens of the prompt.
         cached: how many of them were not computed, by tier.
-        computed: tokens whose KV was computed, recomputed ones counted again.
+        computed: tokens that were computed in chunks of its prompt; what was lost and computed again counts
+            again.
         queue_seconds: from arrival until it was first scheduled.
         first_token_seconds: from arrival to its first token.
         seconds: from arrival to its end.

@@ -344,7 +344,12 @@ class Scheduler:
         youngest = max(running, key=lambda sequence: sequence.id)
         if len(running) == 1:
             row = youngest.row
-            return row is not None and self.store.spill(row, self._spill_blocks()) > 0
+            if row is None:
+                return False
+            if self.store.spill(row, self._spill_blocks()):
+                return True
+            # What others wait with in host memory may be the room that it needs there.
+            return self._end_loads() and self.store.spill(row, self._spill_blocks()) > 0
         if younger_than is not None and youngest.id <= younger_than.id:
             return False
         self._leave(youngest, keep=True)
@@ -357,6 +362,13 @@ class Scheduler:
     def _spill_blocks(self) -> int:
         """How many blocks a sequence alone on the device lets go at once: enough for the next chunks."""
         return max(1, self.store.pool.capacity // 4)
+
+    def _end_loads(self) -> bool:
+        """Give up what came up for sequences that have no row; returns whether there was any."""
+        loading = [one for one in (*self._asleep, *self._waiting) if one.load is not None]
+        for sequence in loading:
+            sequence.end_load()
+        return bool(loading)
 
     def _headroom(self) -> int:
         """Device blocks that the running sequences may want in a moment."""
@@ -411,11 +423,15 @@ class Scheduler:
         computing them twice would take longer than waiting.
         """
         ready = None
+        may_load = True
         for sequence in islice(self._waiting, _LOOK_AHEAD):
             if sequence.prompt is None:
                 continue
-            if sequence.load_until is None and self._may_load(sequence.prompt):
-                self._start_load(sequence, self.store.start_load(sequence.prompt))
+            if sequence.load_until is None and may_load:
+                # Where one has no room to load, no later one starts: small ones would pass it for ever.
+                may_load = self._may_load(sequence.prompt)
+                if may_load:
+                    self._start_load(sequence, self.store.start_load(sequence.prompt))
             if ready is None and sequence.load_until is not None and not sequence.loading():
                 resident = self.store.resident_blocks(sequence.prompt)
                 missing = sequence.prompt.hashes[resident : sequence.prompt.usable]

@@ -87,7 +87,7 @@ class Sequence:
     cached: CachedTokens = field(default_factory=CachedTokens)
     preemptions: int = 0
     computed: int = 0
-    """Tokens whose KV was computed for it, recomputed ones counted again."""
+    """Tokens computed in chunks: its prompt's; what was lost and computed again counts again."""
     arrived_at: float = field(default_factory=time.monotonic)
     scheduled_at: float | None = None
     first_token_at: float | None = None
