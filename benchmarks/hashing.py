@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from kvpager.benchmarks.report import write_report
 from kvpager.kvstore.hashing import hash_blocks
-from kvpager.kvstore.host import HostSpace, HostStore
+from kvpager.kvstore.host import HostStore
+from kvpager.kvstore.space import HostSpace
 from kvpager.kvstore.store import TieredStore
 from kvpager.tiers.layout import KVLayout
 

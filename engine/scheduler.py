@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..kvstore.host import ColdLoad
+from ..kvstore.loading import ColdLoad
 from ..kvstore.store import NamedPrompt, TieredStore
 from ..tiers.errors import CapacityError, RequestError
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState

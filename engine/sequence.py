@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..kvstore.host import ColdLoad
+from ..kvstore.loading import ColdLoad
 from ..kvstore.session import SleepingSequence
 from ..kvstore.store import NamedPrompt
 from .sampler import SamplingParams

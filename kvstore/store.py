@@ -37,10 +37,12 @@ from .hashing import (
     pack_keys,
     space_id,
 )
-from .host import ColdLoad, HostSpace, HostStore
+from .host import HostStore
+from .loading import ColdLoad
 from .policy import Ids, make_policy
 from .pool import BlockPool
 from .session import SessionRecord, SleepingSequence
+from .space import HostSpace
 from .tables import BlockTable, Words
 from .writeback import WriteBack, is_over
 

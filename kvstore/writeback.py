@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from ..tiers.arena import DeviceArena
 from ..tiers.mover import Mover, Transfer
-from .host import HostSpace, Reservation, ReserveStatus
+from .handles import Reservation, ReserveStatus
 from .policy import Ids
 from .pool import BlockPool
+from .space import HostSpace
 
 __all__ = ["WriteBack", "is_over"]
 

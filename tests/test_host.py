@@ -11,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kvpager.kvstore.events import BlockEvent, EventKind
+from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
-from kvpager.kvstore.host import HostSpace, HostStore, ReserveStatus
+from kvpager.kvstore.host import HostStore
+from kvpager.kvstore.space import HostSpace
 from kvpager.tiers.cold import ColdStatus, StatusArray
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.errors import (
@@ -442,7 +444,7 @@ def test_the_coldest_blocks_are_copied_ahead_of_eviction(tmp_path: Path) -> None
         while space.dirty > 8 and time.monotonic() < end:
             time.sleep(0.01)
         assert space.dirty == 8
-        assert space._in_cold[space.match(names(0, 16)).slots].sum() == 8
+        assert space._records.in_cold[space.match(names(0, 16)).slots].sum() == 8
         for lease in (space.match(names(0, 16)),):
             space.release(lease.slots, lease.generations)
             space.release(lease.slots, lease.generations)
@@ -488,7 +490,7 @@ def test_a_cold_tier_that_refuses_costs_hits_and_never_time(tmp_path: Path) -> N
         end = time.monotonic() + 10.0
         while host.flush(1.0) and time.monotonic() < end:
             time.sleep(0.05)
-        assert host._cold_takes()
+        assert host._shared.cold_takes
 
 
 def test_a_load_ends_at_its_deadline_and_serves_the_next_request(tmp_path: Path) -> None:
@@ -749,8 +751,8 @@ def test_threads_that_do_everything_at_random_break_nothing(tmp_path: Path) -> N
         host.flush(5.0)
         host.check_integrity()
         for space in spaces:
-            assert not space._leases.any()
-            assert not space._pending
+            assert not space._records.leases.any()
+            assert not space._records.pending
 
 
 def test_integrity_is_checked_and_named() -> None:
@@ -758,10 +760,10 @@ def test_integrity_is_checked_and_named() -> None:
         space = host.space(SMALL)
         put(space, 0, 2)
         lease = space.match(names(0, 1))
-        space._leases[lease.slots] = 0
+        space._records.leases[lease.slots] = 0
         with pytest.raises(IntegrityError, match="may be evicted"):
             host.check_integrity()
-        space._leases[lease.slots] = 1
+        space._records.leases[lease.slots] = 1
 
 
 def test_a_setting_out_of_range_is_named() -> None:

@@ -25,7 +25,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from kvpager.kvstore.host import ColdLoad, HostStore
+from kvpager.kvstore.host import HostStore
+from kvpager.kvstore.loading import ColdLoad
 from kvpager.kvstore.session import SleepingSequence
 from kvpager.kvstore.store import Opened, TieredStore
 from kvpager.tiers.address import FAR, TAG_MASK
@@ -413,7 +414,7 @@ class Driver:
         """Tokens of leading full blocks that lie in the device tier or in host memory: a hit for certain."""
         blocks = 0
         for name in text.names(usable // SIZE * SIZE):
-            if name not in self.store.pool.index and name not in self.space._index:
+            if name not in self.store.pool.index and name not in self.space._records.index:
                 break
             blocks += 1
         # A load in the background may evict what lies in host memory until it is leased.
@@ -466,16 +467,16 @@ class Driver:
             if load.done():
                 load.release()
         self.loads = [load for load in self.loads if not load.done()]
-        with self.host._lock():
-            for name, slot in self.space._index.items():
+        with self.host._shared.lock():
+            for name, slot in self.space._records.index.items():
                 address = int(self.space.addresses(np.array([slot], dtype=np.int32))[0])
                 self._check_block(address, self.known[name])
             leases = (self.store._far_refs > 0).astype(np.int64)
             for slots, _ in self.store._ended:
                 leases[slots] += 1
             for name in self.pinned:
-                leases[self.space._index[name]] += 1
-            held = self.space._leases.copy()
+                leases[self.space._records.index[name]] += 1
+            held = self.space._records.leases.copy()
         if not self.loads:
             assert held.tolist() == leases.tolist()
         else:

@@ -1,0 +1,158 @@
+"""What a space of host memory hands out: leases and reservations.
+
+A handle is a slot and the generation under which it was granted: if the slot was granted again since, the
+handle names nothing, and a late commit or release of it is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .policy import Ids
+
+__all__ = ["Generations", "Lease", "Reservation", "ReserveStatus", "SlotOwner"]
+
+Generations: TypeAlias = npt.NDArray[np.int64]
+"""int64 [n]: how often each of n slots had been granted when it was."""
+
+
+class SlotOwner(Protocol):
+    """The space that granted a handle, as far as the handle needs it."""
+
+    def release(self, slots: Ids, generations: Generations) -> None:
+        """End leases."""
+        ...
+
+    def commit(self, slots: Ids, generations: Generations, *, in_cold: bool = False) -> None:
+        """Reserved slots are written: name them, let them be found."""
+        ...
+
+    def abort(self, slots: Ids, generations: Generations) -> None:
+        """Reserved slots will not be written."""
+        ...
+
+
+class ReserveStatus(enum.IntEnum):
+    """What became of one hash of a reservation."""
+
+    NEW = 0
+    """A slot was granted: write it, then commit."""
+    PRESENT = 1
+    """Committed already; its slot and generation are told, and not leased."""
+    PENDING = 2
+    """Another writer holds a reservation for it."""
+    DENIED = 3
+    """There was no room."""
+
+
+# A plain number: a member looked up on its class costs as much as comparing an array to it.
+_NEW: Final = int(ReserveStatus.NEW)
+
+
+class Lease:
+    """A promise that blocks stay where they are, until `release`. A context manager.
+
+    Attributes:
+        space: the space whose slots they are.
+        slots: int32 [n], the leading blocks that are resident.
+        generations: int64 [n].
+        cold: how many blocks after these seemed to be in the cold tier; no promise.
+    """
+
+    def __init__(self, space: SlotOwner, slots: Ids, generations: Generations, cold: int = 0) -> None:
+        self.space = space
+        self.slots = slots
+        self.generations = generations
+        self.cold = cold
+        self._held = True
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def release(self) -> None:
+        """End the lease. Idempotent."""
+        if self._held:
+            self._held = False
+            self.space.release(self.slots, self.generations)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Reservation:
+    """Slots to be written, one per hash. A context manager: what was not committed is aborted at its end.
+
+    Attributes:
+        space: the space whose slots they are.
+        hashes: the hashes asked for.
+        status: uint8 [n] of `ReserveStatus`.
+        slots: int32 [n]; meaningful where the status is NEW or PRESENT.
+        generations: int64 [n], likewise.
+    """
+
+    def __init__(
+        self,
+        space: SlotOwner,
+        hashes: Sequence[bytes],
+        status: npt.NDArray[np.uint8],
+        slots: Ids,
+        generations: Generations,
+    ) -> None:
+        self.space = space
+        self.hashes = hashes
+        self.status = status
+        self.slots = slots
+        self.generations = generations
+        self._open = status == _NEW
+
+    @property
+    def new(self) -> npt.NDArray[np.int64]:
+        """int64 [m]: positions of the hashes that were granted a slot."""
+        return np.flatnonzero(self.status == _NEW)
+
+    def commit(self, positions: npt.NDArray[np.int64] | None = None, *, in_cold: bool = False) -> None:
+        """The bytes of these positions (default: all that are still open) are written: publish them.
+
+        Args:
+            positions: int64 [m].
+            in_cold: the cold tier has them already.
+
+        Raises:
+            StaleHandleError: a slot was granted again since; the others are committed all the same.
+        """
+        chosen = self._take(positions)
+        self.space.commit(self.slots[chosen], self.generations[chosen], in_cold=in_cold)
+
+    def abort(self, positions: npt.NDArray[np.int64] | None = None) -> None:
+        """Give the slots of these positions (default: all that are still open) back.
+
+        Raises:
+            StaleHandleError: a slot was granted again since; the others are freed all the same.
+        """
+        chosen = self._take(positions)
+        self.space.abort(self.slots[chosen], self.generations[chosen])
+
+    def _take(self, positions: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
+        """The positions among these that are still open; they no longer are."""
+        chosen = np.flatnonzero(self._open) if positions is None else positions[self._open[positions]]
+        self._open[chosen] = False
+        return chosen
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()

@@ -1,0 +1,123 @@
+"""How a space of host memory comes by slots: what is free, evicted, or taken from a space that idles."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from typing import Final
+
+from ..tiers.errors import MemoryUnavailableError
+from .events import EventKind
+from .policy import Ids
+from .shared import HostShared
+from .slots import Evicted, SlotRecords
+
+__all__ = ["SpaceRoom"]
+
+_LOOK_TICKS: Final = 64
+
+
+class SpaceRoom:
+    """Room for the blocks of one space. All of it is called with the shared lock held.
+
+    Args:
+        shared: what the space shares with others, which may want extents of it.
+        records: the space's slots.
+        space: the space's id.
+    """
+
+    def __init__(self, shared: HostShared, records: SlotRecords, space: bytes) -> None:
+        self._shared = shared
+        self._records = records
+        self._space = space
+        self._short = 0
+        """Slots that were asked for last and not to be had."""
+        self._look_again = 0
+
+    @property
+    def extents(self) -> AbstractSet[int]:
+        """The extents that the space has."""
+        return self._records.extents
+
+    def take(self, count: int) -> Ids:
+        """Up to `count` slots: free ones, a new extent's, or those of blocks evicted for it."""
+        shared, records = self._shared, self._records
+        while (missing := count - records.free) > 0:
+            extent = shared.take_extent()
+            if extent is not None:
+                records.add_extent(extent)
+            elif not (
+                self._outlive()
+                or self.evict(missing, spare_dirty=shared.cold_takes)
+                or shared.reclaim_extent(self)
+            ):
+                break
+        slots = records.take(count)
+        self._short = count - len(slots)
+        return slots
+
+    def evict(self, count: int, *, spare_dirty: bool) -> int:
+        """Let go of up to `count` blocks, coldest first; returns how many went.
+
+        Args:
+            spare_dirty: only blocks that have a copy in the cold tier.
+        """
+        return self._tell(self._records.evict(count, spare_dirty=spare_dirty))
+
+    def may_come(self) -> bool:
+        """Whether waiting for more slots may help: the arena is growing, or blocks are being copied below."""
+        if self._shared.cold_takes and self._records.evictable:
+            return True
+        arena = self._shared.arena
+        try:
+            return not arena.wait_ready(arena.num_extents, timeout=0.0)
+        except MemoryUnavailableError:
+            return False
+
+    def to_clean(self) -> Ids:
+        """The blocks that will soon have to go and have no copy in the cold tier, coldest first.
+
+        As many of the coldest are looked at as the clean share does not have free; or as were asked for in
+        vain, since a share of a few slots may come to none.
+        """
+        shared, records = self._shared, self._records
+        unassigned = shared.unassigned
+        slots = (len(records.extents) + unassigned) * records.slots_per_extent
+        free = records.free + unassigned * records.slots_per_extent
+        return records.to_clean(max(int(slots * shared.clean_ahead) - free, self._short))
+
+    def yield_extent(self, before: int | None) -> bool:
+        """Give the longest unused extent that may be emptied back, for another space.
+
+        Args:
+            before: only if it was last used before this tick.
+        """
+        oldest = self._records.oldest_extent(spare_dirty=self._shared.cold_takes)
+        if oldest is None or (before is not None and oldest.used_at >= before):
+            return False
+        self._tell(self._records.remove_extent(oldest.extent))
+        self._shared.give_extent(oldest.extent)
+        return True
+
+    def _outlive(self) -> bool:
+        """Take an extent that another space has not used since this one used its coldest block.
+
+        Else a space that came late would go round in its first extent, beside others that lie idle. Looking
+        costs a pass over the other's slots, so a look in vain is not repeated at once.
+        """
+        if self._shared.clock < self._look_again:
+            return False
+        coldest = self._records.coldest_use()
+        if coldest is None:
+            return False
+        found = self._shared.reclaim_extent(self, coldest)
+        if not found:
+            self._look_again = self._shared.clock + _LOOK_TICKS
+        return found
+
+    def _tell(self, evicted: Evicted) -> int:
+        """Count evicted blocks and tell of them; returns how many."""
+        count = len(evicted.names)
+        self._shared.stats.evicted += count
+        self._shared.stats.dropped += evicted.lost
+        self._shared.post(EventKind.REMOVED, "host", self._space, evicted.names)
+        return count

@@ -1,0 +1,385 @@
+"""The records of one space's slots: what each holds, who relies on it, and which may go first.
+
+Metadata alone: no bytes, no lock, no clock, no tier below. `HostSpace` holds its lock around every call
+and says what time it is, in ticks that count uses.
+
+A slot is *free*, *reserved* (its bytes are being written; nobody can find it) or *committed* (named by a
+hash and immutable). A committed slot that is neither leased nor pinned is ranked by the policy and may be
+evicted; its generation tells a remembered (slot, generation) pair from a later grant of the same slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..tiers.arena import SlotAllocator
+from ..tiers.errors import ConfigError, IntegrityError
+from .handles import Generations, ReserveStatus
+from .hashing import HASH_BYTES, leading
+from .policy import EvictionPolicy, Ids
+from .pool import first_generations
+
+__all__ = ["Evicted", "OldExtent", "SlotRecords"]
+
+_FREE: Final = 0
+_RESERVED: Final = 1
+_COMMITTED: Final = 2
+
+_NAME: Final = f"V{HASH_BYTES}"
+_DENIED: Final = int(ReserveStatus.DENIED)
+
+
+class Evicted(NamedTuple):
+    """Blocks that went."""
+
+    names: list[bytes]
+    lost: int
+    """How many of them had no copy in the cold tier."""
+
+
+class OldExtent(NamedTuple):
+    """An extent that can be emptied."""
+
+    extent: int
+    used_at: int
+    """When one of its blocks was last used."""
+
+
+class SlotRecords:
+    """Every record of one space's slots. Arrays are over slots, and read only for others.
+
+    Slots are numbered by extent: slot ``s`` is the ``s % slots_per_extent``-th place of extent
+    ``s // slots_per_extent``. They exist as their extents come (`add_extent`) and go (`remove_extent`).
+
+    Args:
+        slots_per_extent: slots that an extent is cut into.
+        num_extents: extents that there may be.
+        policy: ranks what may be evicted.
+
+    Attributes:
+        extents: the extents that the space has.
+        index: hash to slot, of committed blocks.
+        pending: hash to slot, of reserved ones.
+        generations: int64 [capacity], raised with every grant.
+        leases: int32 [capacity], pins included.
+        in_cold: bool [capacity], whether the cold tier has a copy.
+    """
+
+    def __init__(self, slots_per_extent: int, num_extents: int, policy: EvictionPolicy) -> None:
+        capacity = slots_per_extent * num_extents
+        self.slots_per_extent = slots_per_extent
+        self.extents: set[int] = set()
+        self.index: dict[bytes, int] = {}
+        self.pending: dict[bytes, int] = {}
+        self.generations = first_generations(capacity)
+        self.leases = np.zeros(capacity, dtype=np.int32)
+        self.in_cold = np.zeros(capacity, dtype=np.bool_)
+        self._state = np.zeros(capacity, dtype=np.uint8)
+        self._pins = np.zeros(capacity, dtype=np.int32)
+        self._cleaning = np.zeros(capacity, dtype=np.bool_)
+        """Being copied to the cold tier just now."""
+        self._num_cleaning = 0
+        self._used_at = np.zeros(capacity, dtype=np.int64)
+        self._hashes = np.zeros(capacity, dtype=_NAME)
+        self._free = SlotAllocator()
+        self._policy = policy
+        policy.resize(capacity)
+
+    @property
+    def capacity(self) -> int:
+        """Slots that there would be with every extent."""
+        return len(self._state)
+
+    @property
+    def free(self) -> int:
+        """Slots that hold nothing."""
+        return self._free.free_count
+
+    @property
+    def evictable(self) -> int:
+        """Committed blocks that nobody leases."""
+        return len(self._policy)
+
+    @property
+    def dirty(self) -> int:
+        """Committed blocks that have no copy in the cold tier."""
+        return int(np.count_nonzero((self._state == _COMMITTED) & ~self.in_cold))
+
+    @property
+    def cleaning(self) -> int:
+        """Blocks that are being copied to the cold tier just now."""
+        return self._num_cleaning
+
+    # Finding
+
+    def resident(self, hashes: Sequence[bytes]) -> Ids:
+        """Slots of the leading committed blocks.
+
+        Raises:
+            ConfigError: a hash is named twice.
+        """
+        found = leading(self.index, hashes)
+        if len(set(found)) < len(found):
+            raise ConfigError("hashes", "a hash is named twice; a prefix names each of its blocks once")
+        return np.array(found, dtype=np.int32)
+
+    def committed(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+        """bool [n]: which handles name a committed block still, each slot told once."""
+        return self._valid(slots, generations, _COMMITTED)
+
+    def reserved(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+        """bool [n]: which handles name a reserved slot still, each slot told once."""
+        return self._valid(slots, generations, _RESERVED)
+
+    def leased(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+        """bool [n]: which handles name a block that is leased otherwise than by pins."""
+        return self._valid(slots, generations, _COMMITTED) & (self.leases[slots] > self._pins[slots])
+
+    def _valid(self, slots: Ids, generations: Generations, state: int) -> npt.NDArray[np.bool_]:
+        good: npt.NDArray[np.bool_] = (self.generations[slots] == generations) & (self._state[slots] == state)
+        if len(set(slots.tolist())) < len(slots):
+            first = np.zeros(len(slots), dtype=np.bool_)
+            first[np.unique(np.where(good, slots, -1), return_index=True)[1]] = True
+            good &= first
+        return good
+
+    def names(self, slots: Ids) -> list[bytes]:
+        """The hashes of reserved or committed slots."""
+        names: list[bytes] = self._hashes[slots].tolist()
+        return names
+
+    # Leases
+
+    def take_leases(self, slots: Ids) -> None:
+        """One more lease on each of these committed slots (none twice)."""
+        before = self.leases[slots]
+        self.leases[slots] = before + 1
+        if not before.all():
+            self._policy.remove(slots[before == 0])
+
+    def drop_leases(self, slots: Ids, now: int) -> bool:
+        """One lease less on each (none twice); returns whether a block may be evicted now.
+
+        Of blocks that become evictable together, later ones are evicted sooner.
+        """
+        after = self.leases[slots] - 1
+        self.leases[slots] = after
+        if after.all():
+            return False
+        idle = slots[after == 0]
+        self._used_at[idle] = now
+        self._policy.insert(idle[::-1])
+        return True
+
+    def pin(self, slots: Ids) -> None:
+        """A lease on each of these slots that `leased` does not tell of."""
+        self.take_leases(slots)
+        self._pins[slots] += 1
+
+    def unpin(self, hashes: Sequence[bytes]) -> Ids:
+        """One pin less on each of these blocks that has one: their slots, whose leases are to be dropped."""
+        found = {self.index[name] for name in hashes if name in self.index}
+        slots = np.array(sorted(found), dtype=np.int32)
+        slots = slots[self._pins[slots] > 0]
+        self._pins[slots] -= 1
+        return slots
+
+    # Writing
+
+    def classify(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], Ids, npt.NDArray[np.int64]]:
+        """What would become of a reservation: uint8 [n] of `ReserveStatus`, DENIED for what wants a slot.
+
+        Returns:
+            the status, int32 [n] the slots of what is present, and the positions that want a slot.
+        """
+        status = np.full(len(hashes), _DENIED, dtype=np.uint8)
+        slots = np.zeros(len(hashes), dtype=np.int32)
+        known = self.index.keys(), self.pending.keys()
+        if all(names.isdisjoint(hashes) for names in known) and len(set(hashes)) == len(hashes):
+            return status, slots, np.arange(len(hashes))
+        wanted: list[int] = []
+        asked: set[bytes] = set()
+        for at, name in enumerate(hashes):
+            slot = self.index.get(name)
+            if slot is not None:
+                status[at] = ReserveStatus.PRESENT
+                slots[at] = slot
+            elif name in self.pending or name in asked:
+                status[at] = ReserveStatus.PENDING
+            else:
+                asked.add(name)
+                wanted.append(at)
+        return status, slots, np.array(wanted, dtype=np.int64)
+
+    def take(self, count: int) -> Ids:
+        """Up to `count` free slots: to be given back, or reserved."""
+        return self._free.allocate(min(count, self._free.free_count))
+
+    def give_back(self, slots: Ids) -> None:
+        """Slots that were taken and not reserved."""
+        self._free.free(slots)
+
+    def reserve(self, slots: Ids, names: list[bytes]) -> None:
+        """Slots that were taken are granted for blocks of these names."""
+        self._state[slots] = _RESERVED
+        self.generations[slots] += 1
+        self.pending.update(zip(names, slots.tolist(), strict=True))
+        if names:
+            self._hashes[slots] = np.frombuffer(b"".join(names), dtype=_NAME)
+
+    def commit(self, slots: Ids, now: int, *, in_cold: bool) -> list[bytes]:
+        """Reserved slots are written: they can be found by their names, which are returned."""
+        names = self.names(slots)
+        for name in names:
+            del self.pending[name]
+        self.index.update(zip(names, slots.tolist(), strict=True))
+        self._state[slots] = _COMMITTED
+        self.in_cold[slots] = in_cold
+        self._used_at[slots] = now
+        self._policy.insert(slots[::-1])
+        return names
+
+    def abort(self, slots: Ids) -> None:
+        """Reserved slots will not be written: they are free."""
+        for name in self.names(slots):
+            del self.pending[name]
+        self._state[slots] = _FREE
+        self._free.free(slots)
+
+    # Leaving
+
+    def coldest_use(self) -> int | None:
+        """When the block that would go next was last used; None where none may go."""
+        coldest = self._policy.coldest(1)
+        return int(self._used_at[coldest[0]]) if len(coldest) else None
+
+    def evict(self, count: int, *, spare_dirty: bool) -> Evicted:
+        """Let up to `count` blocks go, coldest first, none that is being copied to the cold tier.
+
+        Args:
+            spare_dirty: only blocks that have a copy there.
+        """
+        if spare_dirty:
+            candidates = self._policy.coldest(2 * count + 64)
+            may_go = self.in_cold[candidates] & ~self._cleaning[candidates]
+        elif self._num_cleaning:
+            candidates = self._policy.coldest(count + self._num_cleaning)
+            may_go = ~self._cleaning[candidates]
+        else:
+            return self._forget(self._policy.evict(count))
+        victims = candidates[may_go][:count]
+        self._policy.remove(victims)
+        return self._forget(victims)
+
+    def _forget(self, slots: Ids) -> Evicted:
+        """Free blocks that the policy ranks no more."""
+        names = self.names(slots)
+        for name in names:
+            del self.index[name]
+        lost = int(np.count_nonzero(~self.in_cold[slots]))
+        self._state[slots] = _FREE
+        self.in_cold[slots] = False
+        self._free.free(slots)
+        return Evicted(names, lost)
+
+    # Copies in the cold tier
+
+    def to_clean(self, ahead: int) -> Ids:
+        """Of the `ahead` coldest blocks those that have no copy in the cold tier."""
+        if not ahead:
+            return np.empty(0, dtype=np.int32)
+        candidates = self._policy.coldest(ahead)
+        return candidates[~self.in_cold[candidates] & ~self._cleaning[candidates]]
+
+    def latest_dirty(self, limit: int) -> Ids:
+        """Up to `limit` of the blocks that have no copy in the cold tier, those used last."""
+        dirty = np.flatnonzero((self._state == _COMMITTED) & ~self.in_cold & ~self._cleaning)
+        if len(dirty) > limit:
+            dirty = dirty[np.argpartition(-self._used_at[dirty], limit)[:limit]]
+        return dirty.astype(np.int32)
+
+    def start_cleaning(self, slots: Ids) -> None:
+        """These are being copied to the cold tier: they stay until `end_cleaning`."""
+        self._cleaning[slots] = True
+        self._num_cleaning += len(slots)
+
+    def end_cleaning(self, slots: Ids, copied: npt.NDArray[np.bool_]) -> None:
+        """`copied` of these have a copy in the cold tier now."""
+        self._cleaning[slots] = False
+        self._num_cleaning -= len(slots)
+        self.in_cold[slots[copied]] = True
+
+    # Extents
+
+    def add_extent(self, extent: int) -> None:
+        """The slots of an extent come into being, free."""
+        self.extents.add(extent)
+        self._free.add(extent * self.slots_per_extent, self.slots_per_extent)
+
+    def oldest_extent(self, *, spare_dirty: bool) -> OldExtent | None:
+        """The longest unused extent that can be emptied, if there is one.
+
+        Args:
+            spare_dirty: none with a block that has no copy in the cold tier.
+        """
+        extents = np.array(sorted(self.extents), dtype=np.int64)
+        shape = (-1, self.slots_per_extent)
+        state = self._state.reshape(shape)[extents]
+        stays = (self.leases.reshape(shape)[extents] > 0) | self._cleaning.reshape(shape)[extents]
+        if spare_dirty:
+            stays |= ~self.in_cold.reshape(shape)[extents]
+        stuck = (state == _RESERVED) | ((state == _COMMITTED) & stays)
+        movable = np.flatnonzero(~stuck.any(axis=1))
+        if not len(movable):
+            return None
+        used_at = np.where(state == _COMMITTED, self._used_at.reshape(shape)[extents], 0).max(axis=1)
+        oldest = movable[np.argmin(used_at[movable])]
+        return OldExtent(int(extents[oldest]), int(used_at[oldest]))
+
+    def remove_extent(self, extent: int) -> Evicted:
+        """Evict what an extent from `oldest_extent` holds; its slots cease to be."""
+        first = extent * self.slots_per_extent
+        slots = np.arange(first, first + self.slots_per_extent, dtype=np.int32)
+        victims = slots[self._state[slots] == _COMMITTED]
+        self._policy.remove(victims)
+        evicted = self._forget(victims)
+        self._free.remove(first, self.slots_per_extent)
+        self.extents.discard(extent)
+        return evicted
+
+    def check_integrity(self) -> None:
+        """Prove that index, states, free slots, leases and ranks agree.
+
+        Raises:
+            IntegrityError: naming the first thing that does not agree.
+        """
+        self._free.check_integrity()
+        self._policy.check_integrity()
+        place = np.arange(self.capacity, dtype=np.int32)
+        owned = np.isin(place // self.slots_per_extent, np.array(sorted(self.extents), dtype=np.int32))
+        free = np.zeros(self.capacity, dtype=np.bool_)
+        free[place[owned]] = self._free.is_free(place[owned])
+        if (free != (owned & (self._state == _FREE))).any() or (self._state[~owned] != _FREE).any():
+            raise IntegrityError("a host slot is free in one book and not in the other")
+        committed = np.flatnonzero(self._state == _COMMITTED)
+        reserved = np.flatnonzero(self._state == _RESERVED)
+        for book, slots in ((self.index, committed), (self.pending, reserved)):
+            if sorted(book.values()) != slots.tolist():
+                raise IntegrityError(f"{len(book)} host blocks are named, {len(slots)} slots hold one")
+            for name, slot in book.items():
+                if self._hashes[slot].tolist() != name:
+                    raise IntegrityError(f"host slot {slot} has another hash than the index says")
+        if self._num_cleaning != np.count_nonzero(self._cleaning):
+            raise IntegrityError(f"{self._num_cleaning} host blocks are counted as being copied below")
+        if (self.leases < 0).any() or (self._pins > self.leases).any():
+            raise IntegrityError("a host slot has fewer leases than pins, or less than none")
+        evictable = np.flatnonzero((self._state == _COMMITTED) & (self.leases == 0))
+        ranked = np.sort(self._policy.coldest(len(self._policy)))
+        if not np.array_equal(evictable, ranked):
+            raise IntegrityError(
+                f"{len(evictable)} host blocks may be evicted, the policy ranks {len(ranked)}"
+            )

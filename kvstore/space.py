@@ -1,0 +1,517 @@
+"""HostSpace: one layout and shard in host memory, with the cold tier behind it.
+
+What its slots hold is written down in `SlotRecords`; here is what needs more than that: the lock, the bytes,
+room that is waited for, and the copies to and from the cold tier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from ..tiers.cold import ColdStatus, ColdTier
+from ..tiers.errors import ConfigError, LayoutError, StaleHandleError
+from ..tiers.layout import KVLayout
+from .events import EventKind
+from .handles import Generations, Lease, Reservation, ReserveStatus
+from .hashing import HASH_BYTES, Tokens, hash_blocks
+from .loading import ColdLoad
+from .policy import EvictionPolicy, Ids
+from .room import SpaceRoom
+from .shared import HostShared
+from .slots import SlotRecords
+
+__all__ = ["HostSpace"]
+
+# Plain numbers: a member looked up on its class costs as much as comparing an array to it.
+_NEW: Final = int(ReserveStatus.NEW)
+_PRESENT: Final = int(ReserveStatus.PRESENT)
+_DENIED: Final = int(ReserveStatus.DENIED)
+
+# What one background write or load carries: enough to keep several connections busy, little enough that
+# a batch is through in tens of milliseconds.
+_COLD_BATCH_BYTES: Final = 32 << 20
+_ROOM_POLL_SECONDS: Final = 0.02
+
+
+class HostSpace:
+    """One layout and shard in a `HostStore`. Open it with `HostStore.space`; call it from any thread.
+
+    Slots are numbered by extent: slot ``s`` is the ``s % slots_per_extent``-th place of extent
+    ``s // slots_per_extent``. Across processes slots travel as these numbers, never as addresses.
+
+    Args:
+        shared: what it shares with the other spaces.
+        layout: how a block lies in memory.
+        shard: the layers and heads it is of.
+        name: its `space_id`.
+        policy: ranks what may be evicted.
+    """
+
+    def __init__(
+        self, shared: HostShared, layout: KVLayout, shard: str, name: bytes, policy: EvictionPolicy
+    ) -> None:
+        self.layout = layout
+        self.shard = shard
+        self.id = name
+        self.slots_per_extent = shared.arena.extent_bytes // layout.block_bytes
+        self._shared = shared
+        self._records = SlotRecords(self.slots_per_extent, shared.arena.num_extents, policy)
+        self._room = SpaceRoom(shared, self._records, name)
+        shared.join(self._room)
+
+    # Where slots are
+
+    @property
+    def capacity(self) -> int:
+        """Slots that this space would have if every extent were its own."""
+        return self._records.capacity
+
+    @property
+    def extents(self) -> AbstractSet[int]:
+        """The extents of the arena that it has."""
+        return self._records.extents
+
+    @property
+    def resident(self) -> int:
+        """Committed blocks."""
+        return len(self._records.index)
+
+    @property
+    def dirty(self) -> int:
+        """Committed blocks that have no copy in the cold tier."""
+        return self._records.dirty
+
+    @property
+    def cleaning(self) -> int:
+        """Blocks that are being copied to the cold tier just now."""
+        return self._records.cleaning
+
+    @property
+    def device_delta(self) -> int:
+        """What to add to `addresses` on a GPU, bytes; known once a slot is `readable_in_place`."""
+        return self._shared.arena.device_delta
+
+    def addresses(self, slots: Ids) -> npt.NDArray[np.int64]:
+        """Addresses of slots in this process, int64 [n]. On a GPU, add `device_delta`."""
+        slots = slots.astype(np.int64)
+        extent = slots // self.slots_per_extent
+        place = slots - extent * self.slots_per_extent
+        arena = self._shared.arena
+        found: npt.NDArray[np.int64] = (
+            arena.base + extent * arena.extent_bytes + place * self.layout.block_bytes
+        )
+        return found
+
+    def slots_at(self, addresses: npt.NDArray[np.int64]) -> Ids:
+        """The inverse of `addresses`; tags in the low seven bits are ignored."""
+        arena = self._shared.arena
+        offsets = addresses - arena.base
+        extent = offsets // arena.extent_bytes
+        place = offsets - extent * arena.extent_bytes
+        slots: Ids = (extent * self.slots_per_extent + place // self.layout.block_bytes).astype(np.int32)
+        return slots
+
+    def readable_in_place(self, slots: Ids) -> npt.NDArray[np.bool_]:
+        """Whether attention may read these slots where they lie: page-locked, or no GPU is in play."""
+        if self._shared.device is None:
+            return np.ones(len(slots), dtype=np.bool_)
+        return self._shared.arena.is_page_locked(slots // self.slots_per_extent)
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of one slot, writable. Write only what is reserved; read only what is leased."""
+        extent, place = divmod(slot, self.slots_per_extent)
+        arena = self._shared.arena
+        return arena.view(
+            extent * arena.extent_bytes + place * self.layout.block_bytes, self.layout.block_bytes
+        )
+
+    # Finding blocks
+
+    def match(
+        self,
+        hashes: Sequence[bytes] | None = None,
+        *,
+        tokens: Tokens | None = None,
+        chain: bytes | None = None,
+        cold_deadline: float | None = None,
+    ) -> Lease:
+        """Lease the leading blocks that are resident.
+
+        Args:
+            hashes: prefix hashes in order; or give
+            tokens: token ids, hashed here from
+            chain: the root of their chain (`ChainIdentity.root`).
+            cold_deadline: seconds to spend on asking how many of the following blocks the cold tier
+                seems to have; None asks nothing.
+
+        Raises:
+            ConfigError: neither hashes, nor tokens and chain.
+        """
+        if hashes is None:
+            if tokens is None or chain is None:
+                raise ConfigError("match", "wants hashes, or tokens and the root of their chain")
+            hashes = hash_blocks(tokens, self.layout.block_size, chain)
+        shared = self._shared
+        with shared.lock():
+            lease = self._lease_leading(hashes)
+            shared.stats.matched += len(lease)
+            shared.stats.missed += len(hashes) - len(lease)
+        cold = shared.cold
+        if cold_deadline is not None and cold is not None and len(lease) < len(hashes):
+            lease.cold = self.count_in_cold(cold, hashes[len(lease) :], cold_deadline)
+        return lease
+
+    def lease_resident(self, hashes: Sequence[bytes]) -> Lease:
+        """`match` that does not count hits and misses."""
+        with self._shared.lock():
+            return self._lease_leading(hashes)
+
+    def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+        """Lease remembered slots, each once.
+
+        Returns:
+            bool [n], False where a slot was granted to another block since, or was named before.
+        """
+        with self._shared.lock():
+            self._shared.check_open()
+            good = self._records.committed(slots, generations)
+            self._records.take_leases(slots[good])
+            return good
+
+    def release(self, slots: Ids, generations: Generations) -> None:
+        """End leases; of blocks that become evictable together, later ones are evicted sooner.
+
+        Raises:
+            StaleHandleError: a slot is not leased under this generation; the others are released.
+        """
+        with self._shared.lock():
+            good = self._records.leased(slots, generations)
+            self._drop_leases(slots if good.all() else slots[good])
+            if not good.all():
+                self._refuse("release", slots[~good])
+
+    # Writing blocks
+
+    def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+        """Slots to write blocks into.
+
+        Args:
+            hashes: the blocks' names; a name twice is PENDING the second time.
+            wait: seconds to wait for room that the background writer is making.
+
+        Raises:
+            ConfigError: a hash has another length than 16 bytes.
+        """
+        if not set(map(len, hashes)) <= {HASH_BYTES}:
+            raise ConfigError("hashes", f"must be {HASH_BYTES} bytes each")
+        end = time.monotonic() + wait
+        shared, records = self._shared, self._records
+        with shared.lock():
+            shared.check_open()
+            while True:
+                status, slots, wanted = records.classify(hashes)
+                # Making room must not evict what was just found to be present.
+                present = np.unique(slots[status == _PRESENT]) if len(wanted) < len(hashes) else None
+                if present is not None:
+                    records.take_leases(present)
+                granted = self._room.take(len(wanted))
+                short = len(wanted) - len(granted)
+                left = end - time.monotonic()
+                waits = short > 0 and left > 0 and self._room.may_come()
+                if present is not None:
+                    self._drop_leases(present)
+                if not waits:
+                    break
+                records.give_back(granted)
+                shared.changed.notify_all()
+                shared.changed.wait(min(left, _ROOM_POLL_SECONDS))
+                shared.check_open()
+            chosen = wanted[: len(granted)]
+            status[chosen] = _NEW
+            slots[chosen] = granted
+            records.reserve(granted, [hashes[at] for at in chosen.tolist()])
+            shared.stats.denied += short
+            generations = np.where(status <= _PRESENT, records.generations[slots], 0)
+        return Reservation(self, hashes, status, slots, generations)
+
+    def commit(self, slots: Ids, generations: Generations, *, in_cold: bool = False) -> None:
+        """Reserved slots are written: name them, let them be found.
+
+        Args:
+            in_cold: the cold tier has them already.
+
+        Raises:
+            StaleHandleError: a slot is not reserved under this generation; the others are committed.
+        """
+        shared = self._shared
+        with shared.lock():
+            good = self._records.reserved(slots, generations)
+            mine = slots if good.all() else slots[good]
+            names = self._records.commit(mine, shared.tick(), in_cold=in_cold)
+            shared.stats.committed += len(mine)
+            shared.post(EventKind.STORED, "host", self.id, names)
+            shared.changed.notify_all()
+            if len(mine) < len(slots):
+                self._refuse("commit", slots[~good])
+
+    def abort(self, slots: Ids, generations: Generations) -> None:
+        """Reserved slots will not be written.
+
+        Raises:
+            StaleHandleError: a slot is not reserved under this generation; the others are freed.
+        """
+        if not len(slots):
+            return
+        with self._shared.lock():
+            good = self._records.reserved(slots, generations)
+            self._records.abort(slots[good])
+            if not good.all():
+                self._refuse("abort", slots[~good])
+
+    def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+        """Copy blocks in.
+
+        Args:
+            blocks: uint8 [len(hashes), block_bytes], each row contiguous.
+            wait: seconds to wait for room.
+
+        Returns:
+            how many of the hashes are resident afterwards, or were being written by somebody else.
+
+        Raises:
+            LayoutError: `blocks` has another shape.
+        """
+        self._check_blocks(blocks, len(hashes))
+        with self.reserve(hashes, wait=wait) as reservation:
+            new = reservation.new
+            if len(new):
+                source = blocks.ctypes.data + new * blocks.strides[0]
+                self._copy(source, self.addresses(reservation.slots[new]))
+            reservation.commit()
+            return int(np.count_nonzero(reservation.status != _DENIED))
+
+    def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
+        """Copy the leading resident blocks out.
+
+        Args:
+            out: uint8 [at least len(hashes), block_bytes], each row contiguous.
+
+        Returns:
+            how many blocks were copied.
+
+        Raises:
+            LayoutError: `out` has another shape.
+        """
+        self._check_blocks(out, len(hashes))
+        with self.match(hashes) as lease:
+            if len(lease):
+                target = out.ctypes.data + np.arange(len(lease)) * out.strides[0]
+                self._copy(self.addresses(lease.slots), target)
+            return len(lease)
+
+    def _check_blocks(self, blocks: npt.NDArray[np.uint8], count: int) -> None:
+        size = self.layout.block_bytes
+        if (
+            blocks.dtype != np.uint8
+            or blocks.ndim != 2
+            or blocks.shape[0] < count
+            or blocks.shape[1] != size
+            or blocks.strides[1] != 1
+        ):
+            raise LayoutError(
+                f"blocks must be uint8 [{count}, {size}] with contiguous rows, "
+                f"got {blocks.dtype} {list(blocks.shape)}"
+            )
+
+    def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
+        self._shared.mover.copy_now(source, target, self.layout.block_bytes)
+
+    # Keeping and losing blocks
+
+    def pin(self, hashes: Sequence[bytes]) -> int:
+        """Keep resident blocks in host memory until `unpin`; returns how many leading ones were there."""
+        with self._shared.lock():
+            self._shared.check_open()
+            slots = self._records.resident(hashes)
+            self._records.pin(slots)
+            return len(slots)
+
+    def unpin(self, hashes: Sequence[bytes]) -> int:
+        """End a pin; returns how many of the blocks were pinned."""
+        with self._shared.lock():
+            slots = self._records.unpin(hashes)
+            self._drop_leases(slots)
+            return len(slots)
+
+    def evict(self, count: int) -> int:
+        """Let go of up to `count` blocks, coldest first, copied to the cold tier or not.
+
+        Returns:
+            how many went.
+        """
+        with self._shared.lock():
+            return self._room.evict(count, spare_dirty=False)
+
+    # From the cold tier
+
+    def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
+        """Bring blocks up from the cold tier and lease the leading ones that are resident then.
+
+        What has not arrived after `deadline` seconds goes on loading and serves the next request.
+        """
+        load = self.start_load(hashes)
+        try:
+            load.wait(deadline)
+            return self.lease_resident(hashes)
+        finally:
+            load.release()
+
+    def start_load(self, hashes: Sequence[bytes]) -> ColdLoad:
+        """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
+        shared = self._shared
+        load = ColdLoad(self, hashes)
+        with shared.lock():
+            shared.check_open()
+            if load.missing and shared.cold is not None:
+                shared.loaders.submit(load.run, shared.cold, shared.cold_deadline)
+            else:
+                load.finish()
+        return load
+
+    def count_in_cold(self, cold: ColdTier, hashes: Sequence[bytes], deadline: float) -> int:
+        """How many leading blocks the cold tier seems to have; 0 where it does not answer by `deadline`."""
+        there = cold.contains(self.id, hashes, deadline)
+        return len(there) if there.all() else int(there.argmin())
+
+    def read_from_cold(self, cold: ColdTier, hashes: Sequence[bytes], deadline: float) -> tuple[int, int]:
+        """Read one batch of leading blocks, those that are not resident nor being written.
+
+        Args:
+            deadline: seconds to wait for room, and for the cold tier.
+
+        Returns:
+            how many leading blocks that was about, and how many of them arrived.
+        """
+        shared = self._shared
+        batch = list(hashes[: max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)])
+        with shared.lock():
+            # Not further than to what is resident: it may have to make room for what comes first.
+            index = self._records.index
+            batch = batch[: next((at for at, name in enumerate(batch) if name in index), None)]
+        with self.reserve(batch, wait=deadline) as reservation:
+            new = reservation.new
+            names = [batch[at] for at in new.tolist()]
+            views = [self.view(slot) for slot in reservation.slots[new].tolist()]
+            try:
+                status = cold.get(self.id, names, views, deadline)
+            finally:
+                for view in views:
+                    view.release()
+            arrived = new[status == ColdStatus.OK]
+            reservation.commit(arrived, in_cold=True)
+        with shared.lock():
+            shared.stats.cold_loaded += len(arrived)
+            shared.stats.cold_missed += len(new) - len(arrived)
+        return len(batch), len(arrived)
+
+    def wait_for_writers(self, hashes: Sequence[bytes], until: float) -> None:
+        """Wait while the first block that is not resident is being written by somebody else.
+
+        Args:
+            until: for how long at most, by `time.monotonic`.
+        """
+        shared, records = self._shared, self._records
+        with shared.lock():
+            while (left := until - time.monotonic()) > 0 and not shared.closed:
+                resident = len(records.resident(hashes))
+                if resident == len(hashes) or hashes[resident] not in records.pending:
+                    return
+                shared.changed.wait(left)
+
+    # To the cold tier
+
+    def write_to_cold(self, *, flush: bool = False, until: float | None = None) -> int:
+        """Copy one batch of blocks to the cold tier: those about to be evicted, or any when flushing.
+
+        Args:
+            flush: also blocks that are not about to be evicted, those used last first.
+            until: when to be done at the latest, by `time.monotonic`.
+
+        Returns:
+            how many were written; 0 when there is nothing to do or the tier did not take any.
+        """
+        shared, records = self._shared, self._records
+        if shared.cold is None:
+            return 0
+        limit = max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)
+        with shared.lock():
+            slots = records.latest_dirty(limit) if flush else self._room.to_clean()[:limit]
+            if not len(slots):
+                return 0
+            records.start_cleaning(slots)
+            names = records.names(slots)
+        deadline = shared.cold_deadline
+        if until is not None:
+            deadline = min(deadline, max(0.001, until - time.monotonic()))
+        views = [self.view(slot) for slot in slots.tolist()]
+        status = np.full(len(slots), ColdStatus.UNAVAILABLE, dtype=np.uint8)
+        try:
+            status = shared.cold.put(self.id, names, views, deadline)
+        finally:
+            for view in views:
+                view.release()
+            done = status == ColdStatus.OK
+            written = int(np.count_nonzero(done))
+            with shared.lock():
+                records.end_cleaning(slots, done)
+                shared.stats.cold_written += written
+                shared.stats.cold_write_failed += len(slots) - written
+                shared.cold_answered(status)
+                shared.post(
+                    EventKind.STORED, "cold", self.id, [names[at] for at in np.flatnonzero(done).tolist()]
+                )
+                shared.changed.notify_all()
+        return written
+
+    def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
+        """Keep a small named record in the cold tier; False where there is none or it did not take it."""
+        cold = self._shared.cold
+        return cold is not None and cold.put_note(self.id + name, value, deadline) == ColdStatus.OK
+
+    def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
+        """A named record from the cold tier, or None."""
+        cold = self._shared.cold
+        if cold is None:
+            return None
+        status, value = cold.get_note(self.id + name, deadline)
+        return value if status == ColdStatus.OK else None
+
+    def check_integrity(self) -> None:
+        """Prove that the records of the slots agree with each other. With the lock held.
+
+        Raises:
+            IntegrityError: naming the first thing that does not agree.
+        """
+        self._records.check_integrity()
+
+    # Inside: all of it is called with the lock held.
+
+    def _lease_leading(self, hashes: Sequence[bytes]) -> Lease:
+        self._shared.check_open()
+        slots = self._records.resident(hashes)
+        self._records.take_leases(slots)
+        return Lease(self, slots, self._records.generations[slots])
+
+    def _drop_leases(self, slots: Ids) -> None:
+        if self._records.drop_leases(slots, self._shared.tick()):
+            self._shared.changed.notify_all()
+
+    def _refuse(self, what: str, slots: Ids) -> NoReturn:
+        self._shared.stats.stale += len(slots)
+        raise StaleHandleError(f"{what} refused for slots {slots.tolist()[:8]}: granted again, or not held")

@@ -1,0 +1,56 @@
+"""The counters of the store's two halves. They only grow; whoever wants rates takes differences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+__all__ = ["HostStats", "StoreStats"]
+
+
+@dataclass
+class _Counters:
+    def snapshot(self) -> dict[str, int]:
+        """The counters by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+@dataclass
+class HostStats(_Counters):
+    """What a `HostStore` did since it was opened, in blocks."""
+
+    matched: int = 0
+    missed: int = 0
+    committed: int = 0
+    evicted: int = 0
+    dropped: int = 0
+    """Evicted with no copy below, because the cold tier was absent, down or full."""
+    denied: int = 0
+    cold_written: int = 0
+    cold_write_failed: int = 0
+    cold_loaded: int = 0
+    cold_missed: int = 0
+    stale: int = 0
+    """Late commits and releases of slots that were granted again since; refused."""
+
+
+@dataclass
+class StoreStats(_Counters):
+    """What a `TieredStore` did since it was opened, in blocks."""
+
+    device_hits: int = 0
+    host_hits: int = 0
+    cold_hits: int = 0
+    published: int = 0
+    adopted: int = 0
+    """Computed twice at the same time; one copy was kept."""
+    promoted: int = 0
+    spilled: int = 0
+    copied_on_write: int = 0
+    written_back: int = 0
+    """Copied to host memory."""
+    refused: int = 0
+    """Copied to host memory in vain: it refused the commit, since the slot was no longer the store's."""
+    dropped: int = 0
+    """Left the device tier without a copy below, because nothing below had room."""
+    slept: int = 0
+    woken: int = 0
