@@ -31,6 +31,8 @@ Rows = npt.NDArray[np.int64]
 
 # How many waiting sequences are looked at in a step: the first of them may wait for their blocks.
 _LOOK_AHEAD: Final = 8
+# How long a sequence that cannot go on waits for room in host memory: a write to the cold tier may take less.
+_ROOM_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -343,13 +345,7 @@ class Scheduler:
         running = [self.sequence_at(row) for row in self._decoding.tolist()] + self._prefilling
         youngest = max(running, key=lambda sequence: sequence.id)
         if len(running) == 1:
-            row = youngest.row
-            if row is None:
-                return False
-            if self.store.spill(row, self._spill_blocks()):
-                return True
-            # What others wait with in host memory may be the room that it needs there.
-            return self._end_loads() and self.store.spill(row, self._spill_blocks()) > 0
+            return self._spill(youngest)
         if younger_than is not None and youngest.id <= younger_than.id:
             return False
         self._leave(youngest, keep=True)
@@ -363,12 +359,27 @@ class Scheduler:
         """How many blocks a sequence alone on the device lets go at once: enough for the next chunks."""
         return max(1, self.store.pool.capacity // 4)
 
-    def _end_loads(self) -> bool:
-        """Give up what came up for sequences that have no row; returns whether there was any."""
-        loading = [one for one in (*self._asleep, *self._waiting) if one.load is not None]
-        for sequence in loading:
-            sequence.end_load()
-        return bool(loading)
+    def _spill(self, alone: Sequence) -> bool:
+        """Let a sequence that is alone on the device read its oldest blocks in host memory.
+
+        Where that has no room, what is in the way there goes: first what came up for others, then the
+        coldest of what nobody holds. A slow cold tier costs hits, not a request.
+        """
+        row, host = alone.row, self.store.host
+        if row is None or host is None:
+            return False
+        count = self._spill_blocks()
+        until = time.monotonic() + _ROOM_SECONDS
+        while not self.store.spill(row, count):
+            if time.monotonic() > until:
+                return False
+            loading = [one for one in (*self._asleep, *self._waiting) if one.load is not None]
+            for sequence in loading:
+                sequence.end_load()
+            if not loading and not host.evict(count):
+                # All of it is on its way to the cold tier just now.
+                time.sleep(0.01)
+        return True
 
     def _headroom(self) -> int:
         """Device blocks that the running sequences may want in a moment."""

@@ -1,0 +1,88 @@
+"""The command line: what it prints, its exit codes, and that nobody is shown a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import kvpager
+import pytest
+from kvpager.api.cli import main
+
+SCRIPT = Path(sys.executable).with_name("kvpager")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The installed command, in a process of its own."""
+    return subprocess.run([str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def check_one_line(code: int, error: str, begins: str) -> None:
+    """It failed, and said why in one line."""
+    assert code == 1
+    assert error.startswith(begins)
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_the_installed_command_tells_its_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"kvpager {kvpager.__version__}\n", "")
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "demo" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for option in ("--model", "--sessions", "--redis", "--disk", "--device", "--answer-tokens"):
+        assert option in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["dance"],
+        ["demo", "--sessions", "many"],
+        ["demo", "--nonsense"],
+        ["demo", "--redis", "redis://127.0.0.1", "--disk", "x"],
+    ],
+)
+def test_wrong_usage_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: kvpager" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--sessions", "--answer-tokens"])
+@pytest.mark.parametrize("value", ["0", "-3"])
+def test_numbers_that_make_no_sense_are_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["demo", option, value])
+    check_one_line(code, capsys.readouterr().err, f"kvpager demo: {option}: must be positive, got {value}\n")
+
+
+def test_a_model_that_is_not_there_is_said_to_be_so() -> None:
+    done = run("demo", "--model", "/no/model")
+    check_one_line(done.returncode, done.stderr, "kvpager demo: there is no model at /no/model")
+
+
+def test_a_model_that_cannot_be_read_is_said_to_be_so(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF is not all that a model needs")
+    done = run("demo", "--model", str(path))
+    check_one_line(done.returncode, done.stderr, f"kvpager demo: {path}")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "abacus"])
+def test_a_device_that_is_not_there_is_said_to_be_so(device: str) -> None:
+    done = run("demo", "--device", device)
+    check_one_line(done.returncode, done.stderr, "kvpager demo: device: ")

@@ -1,0 +1,116 @@
+"""``kvpager demo`` from beginning to end: small, on disk and on a real Redis."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import inspect
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from kvpager.tests.model_files import require_smollm2
+from kvpager.tests.redis_servers import RedisServer, free_port
+
+SCRIPT = Path(sys.executable).with_name("kvpager")
+EQUAL = re.compile(r"All (\d+) answers equal")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The installed command with three short chats, in a process of its own."""
+    return subprocess.run(
+        [str(SCRIPT), "demo", "--sessions", "3", "--answer-tokens", "4", "--device", "cpu", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "2", "COLUMNS": "200"},
+    )
+
+
+def check_done(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = EQUAL.search(done.stdout)
+    assert said is not None, done.stdout
+    # Two turns of each chat, and one after the restart.
+    assert said[1] == "9"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that can be talked to: it has a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=1024,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (inspect.getdoc(one) or "" for one in (argparse, heapq, inspect, statistics, tempfile))
+    tokenizer.train_from_iterator(texts, trainer)
+    fast: Any = transformers.PreTrainedTokenizerFast
+    talking = fast(tokenizer_object=tokenizer)
+    talking.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    talking.save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        eos_token_id=0,
+        bos_token_id=0,
+    )
+    torch.manual_seed(0)
+    auto: Any = transformers.AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def tokens_from_cold(printed: str) -> int:
+    """Prompt tokens that the restarted process found in the cold tier, out of the demo's table."""
+    row = next(line for line in printed.splitlines() if "restarted" in line)
+    return int(row.split("│")[5].strip().replace(",", ""))
+
+
+def test_the_demo_on_redis_answers_as_without_any_cache(tiny: Path, tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        done = run("--model", str(tiny), "--redis", server.url)
+        check_done(done)
+        assert tokens_from_cold(done.stdout) > 300
+        with server.client() as client:
+            assert client.dbsize() > 0
+
+
+@pytest.mark.full
+def test_the_demo_on_a_real_model_answers_as_without_any_cache(tmp_path: Path) -> None:
+    require_smollm2()
+    done = run("--disk", str(tmp_path))
+    check_done(done)
+    assert "46,080 bytes of KV a token" in done.stdout
+    assert tokens_from_cold(done.stdout) > 1000
+
+
+def test_the_demo_without_its_redis_says_so_and_shows_no_traceback(tiny: Path) -> None:
+    done = run("--model", str(tiny), "--redis", f"redis://127.0.0.1:{free_port()}")
+    assert "Traceback" not in done.stderr
+    assert "Connection refused" in done.stderr
+    if done.returncode == 0:
+        check_done(done)
+    else:
+        assert done.returncode == 1
