@@ -169,7 +169,8 @@ class BlockPool:
         """Blocks are full and immutable: let them be found by their hashes, unless others can be already.
 
         Returns:
-            int32 [n], per hash the block that is found by it now: its own, or one with the same KV.
+            int32 [n], per hash the block that is found by it now: its own, or one with the same KV. `ids`
+            itself where all are their own.
         """
         listed = ids.tolist()
         found = list(map(self.index.setdefault, names, listed))

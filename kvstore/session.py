@@ -9,12 +9,40 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import RecordError
+from .handles import Generations
 from .hashing import HASH_BYTES, ExtraKeys, as_tokens, hash_blocks, hash_partial
 from .policy import Ids
+from .prompt import PartialBlock
 
-__all__ = ["SessionRecord", "SleepingSequence"]
+__all__ = ["Places", "SessionRecord", "SleepingSequence"]
 
 _VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the leading blocks of a sequence lay. Hints: blocks may have gone since, and others come.
+
+    Attributes:
+        device_blocks: int32 [n], in the device tier, and
+        device_generations: int64 [n], their generations there; 0 where a block was not there.
+        host_slots: int32 [n], in host memory, and
+        host_generations: int64 [n], likewise; 0 where no copy was known.
+    """
+
+    device_blocks: Ids
+    device_generations: Generations
+    host_slots: Ids
+    host_generations: Generations
+
+    @classmethod
+    def unknown(cls, count: int) -> Places:
+        """Places of `count` blocks that may be anywhere."""
+        blocks, generations = np.zeros((2, count), dtype=np.int32), np.zeros((2, count), dtype=np.int64)
+        return cls(blocks[0], generations[0], blocks[1], generations[1])
+
+    def __len__(self) -> int:
+        return len(self.device_blocks)
 
 
 @dataclass(frozen=True)
@@ -28,10 +56,7 @@ class SleepingSequence:
         tail: int32 [length % block_size], the tokens after the last full block.
         extra_keys: by block index, what its blocks depend on beside tokens.
         partial: the hash under which the partly filled last block was kept; None where there is none.
-        device_blocks: int32, where the leading blocks lay in the device tier, and
-        device_generations: int64, their generations there. Hints: blocks may have gone since.
-        host_slots: int32, where they lay in host memory, and
-        host_generations: int64, likewise; 0 where no copy was known.
+        places: where the leading full blocks lay.
     """
 
     root: bytes
@@ -40,10 +65,12 @@ class SleepingSequence:
     tail: npt.NDArray[np.int32]
     extra_keys: ExtraKeys
     partial: bytes | None
-    device_blocks: Ids
-    device_generations: npt.NDArray[np.int64]
-    host_slots: Ids
-    host_generations: npt.NDArray[np.int64]
+    places: Places
+
+    @property
+    def partial_block(self) -> PartialBlock | None:
+        """The partly filled last block, where there is one."""
+        return PartialBlock(self.partial, self.length) if self.partial is not None else None
 
 
 @dataclass(frozen=True)
@@ -102,7 +129,6 @@ class SessionRecord:
         tail = self.tokens[full : self.length]
         last = hashes[-1] if hashes else self.root
         keys = self.extra_keys.get(len(hashes), ())
-        none = np.empty(0, dtype=np.int64)
         return SleepingSequence(
             root=self.root,
             hashes=tuple(hashes),
@@ -110,8 +136,5 @@ class SessionRecord:
             tail=tail,
             extra_keys=self.extra_keys,
             partial=hash_partial(tail, last, keys) if len(tail) else None,
-            device_blocks=none.astype(np.int32),
-            device_generations=none,
-            host_slots=none.astype(np.int32),
-            host_generations=none,
+            places=Places.unknown(0),
         )

@@ -5,8 +5,10 @@ So leaving the device tier later is free: the copy is there, and a full block ne
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,13 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.arena import DeviceArena
+from ..tiers.errors import ClosedError, StaleHandleError
 from ..tiers.mover import Mover, Transfer
 from .handles import Reservation, ReserveStatus
 from .policy import Ids
 from .pool import BlockPool
 from .space import HostSpace
+from .stats import StoreStats
 
 __all__ = ["WriteBack", "is_over"]
+
+_log = logging.getLogger(__name__)
 
 # A batch waits for more blocks until it has this many, or its first block has waited this long: so the
 # bookkeeping of a copy is spent on many.
@@ -44,23 +50,19 @@ class WriteBack:
     and whoever would write it copies it instead. It keeps its rank among the blocks that may be evicted.
     """
 
-    def __init__(self, pool: BlockPool, arena: DeviceArena, host: HostSpace, mover: Mover) -> None:
+    def __init__(
+        self, pool: BlockPool, arena: DeviceArena, host: HostSpace, mover: Mover, stats: StoreStats
+    ) -> None:
         self._pool = pool
         self._arena = arena
         self._host = host
         self._mover = mover
+        self._stats = stats
         self._queue: list[tuple[Ids, npt.NDArray[np.int64]]] = []
         self._queued = 0
         self._retry_at = 0.0
         self._due_at = 0.0
         self._writes: deque[_Write] = deque()
-        self.written = 0
-        """Blocks copied since the store was opened."""
-
-    @property
-    def backlog(self) -> int:
-        """Blocks queued or under way."""
-        return self._queued + sum(len(write.blocks) for write in self._writes)
 
     @property
     def in_flight(self) -> list[Ids]:
@@ -158,15 +160,35 @@ class WriteBack:
 
     def _finish(self, write: _Write) -> None:
         """Wait for a copy, and commit it."""
+        reservation, blocks = write.reservation, write.blocks
         try:
             write.transfer.wait()
-            write.reservation.commit(write.positions)
-            self._pool.host_slots[write.blocks] = write.reservation.slots[write.positions]
-            self._pool.host_generations[write.blocks] = write.reservation.generations[write.positions]
-            self.written += len(write.blocks)
+        except BaseException:
+            self._settle(reservation.abort, len(blocks))
+            raise
         finally:
-            write.reservation.abort()
-            self._pool.moving[write.blocks] = False
+            self._pool.moving[blocks] = False
+        if self._settle(reservation.commit, len(blocks)):
+            self._pool.host_slots[blocks] = reservation.slots[write.positions]
+            self._pool.host_generations[blocks] = reservation.generations[write.positions]
+            self._stats.written_back += len(blocks)
+
+    def _settle(self, settle: Callable[[], None], count: int) -> bool:
+        """Commit or abort; False if host memory refused: its slots are no longer ours, nor is it our fault.
+
+        The blocks count as not copied. Those among them that were committed are found to be present when
+        they are queued again.
+        """
+        try:
+            settle()
+        except (StaleHandleError, ClosedError) as error:
+            if not self._stats.refused:
+                _log.warning(
+                    "host memory refused copies of %d blocks, and is not told again: %s", count, error
+                )
+            self._stats.refused += count
+            return False
+        return True
 
 
 def is_over(transfer: Transfer) -> bool:

@@ -13,6 +13,7 @@ from kvpager.kvstore.events import BlockEvent, EventKind
 from kvpager.kvstore.hashing import hash_blocks, hash_partial
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.session import SessionRecord
+from kvpager.kvstore.space import HostSpace
 from kvpager.kvstore.store import Opened, TieredStore
 from kvpager.tiers.address import FAR, TAG_MASK
 from kvpager.tiers.arena import AddressArray
@@ -197,7 +198,7 @@ def test_extra_keys_name_also_blocks_that_fill_later_or_sleep_half_full() -> Non
                 one.store.append(np.array([row]), array(token))
             one.check()
             expected = hash_blocks(np.append(PROMPT, more), SIZE, ROOT, {3: [image]})
-            assert one.store._hashes[row] == expected
+            assert one.store._chains.hashes(row) == expected
         cat = one.run(PROMPT, extra_keys={3: [b"cat"]}).row
         sleeping = one.store.sleep(cat)
         assert sleeping.partial == hash_partial(PROMPT[12:], hash_blocks(PROMPT, SIZE, ROOT)[-1], [b"cat"])
@@ -212,7 +213,7 @@ def test_extra_keys_are_still_known_after_a_nap_in_the_middle_of_the_prompt() ->
         one.compute(opened.row, PROMPT[:2])
         opened = one.store.wake(one.store.sleep(opened.row))
         one.compute(opened.row, PROMPT[opened.length :])
-        assert one.store._hashes[opened.row] == hash_blocks(PROMPT, SIZE, ROOT, {1: [b"cat"]})
+        assert one.store._chains.hashes(opened.row) == hash_blocks(PROMPT, SIZE, ROOT, {1: [b"cat"]})
 
 
 def test_a_fork_shares_every_block_and_copies_the_last_one_when_it_is_written() -> None:
@@ -406,7 +407,7 @@ def test_a_hole_in_the_middle_costs_what_is_behind_it_and_no_more() -> None:
         one.check()
         one.compute(opened.row, PROMPT[4:])
         assert one.read(opened.row) == PROMPT.tolist()
-        assert one.store._hashes[opened.row] == list(sleeping.hashes)
+        assert one.store._chains.hashes(opened.row) == list(sleeping.hashes)
 
 
 def test_near_and_far_blocks_may_alternate_in_a_row() -> None:
@@ -416,7 +417,7 @@ def test_near_and_far_blocks_may_alternate_in_a_row() -> None:
         one.store.flush()
         sleeping = one.store.sleep(row)
         pool = one.store.pool
-        pool.evict(sleeping.device_blocks[[1, 2, 4]])
+        pool.evict(sleeping.places.device_blocks[[1, 2, 4]])
         opened = one.store.wake(sleeping)
         assert one.far(opened.row) == [False, True, True, False, True, False]
         assert one.read(opened.row) == prompt.tolist()
@@ -493,6 +494,17 @@ def test_a_sequence_alone_spills_its_oldest_blocks_and_reads_them_far() -> None:
         one.store.close_row(other)
 
 
+def test_copies_that_host_memory_let_go_of_are_made_anew_for_a_spill() -> None:
+    with engine(4) as one:
+        row = one.run(PROMPT).row
+        one.store.flush()
+        assert one.host is not None
+        assert one.host.space(LAYOUT).evict(8) == 3
+        assert one.store.spill(row, 2) == 2
+        assert one.far(row) == [True, True, False, False]
+        assert one.read(row) == PROMPT.tolist()
+
+
 def test_blocks_on_their_way_below_are_waited_for_where_they_are_all_there_is() -> None:
     """Who puts a sequence to sleep to make room must not have to put the next one to sleep as well."""
     with engine(4) as one:
@@ -560,6 +572,27 @@ def test_a_write_back_that_fails_in_the_background_is_told_by_the_next_poll_once
         assert one.store.available_blocks == 16
 
 
+def test_slots_that_host_memory_took_back_cost_their_copies_and_no_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engine() as one:
+        for first in (0, 100):
+            one.mover.held = True
+            sleeping = one.store.sleep(one.run(PROMPT + first).row)
+            write_back = one.store._device._write_back
+            assert write_back is not None
+            late = write_back._writes[0].reservation
+            late.space.abort(late.slots[:1], late.generations[:1])
+            one.mover.held = False
+            one.store.poll()
+            one.check()
+            one.store.evict(16)
+            assert one.read(one.store.wake(sleeping).row) == (PROMPT + first).tolist()
+        assert one.store.stats.refused == 8
+        assert one.store.stats.dropped == 0
+        assert len(caplog.records) == 1
+
+
 def test_a_promotion_that_fails_leaves_the_row_reading_far() -> None:
     with engine() as one:
         sleeping = one.store.sleep(one.run(PROMPT).row)
@@ -599,6 +632,47 @@ def test_a_store_closes_also_when_its_last_copies_fail() -> None:
     assert one.host is not None
     one.host.check_integrity()
     one.host.close()
+
+
+# Host memory that the device sees otherwise
+
+
+def test_far_words_are_the_devices_addresses_where_these_are_not_the_hosts() -> None:
+    with engine() as one:
+        assert one.host is not None
+        one.host.arena._device_delta = delta = 1 << 30
+        sleeping = one.store.sleep(one.run(PROMPT).row)
+        one.store.evict(16)
+        opened = one.store.wake(sleeping)
+        other = one.store.wake(one.store.sleep(one.store.fork(opened.row)))
+        one.check()
+        for row in (opened.row, other.row):
+            words = one.store.table.row(row)
+            assert one.far(row) == [True] * 4
+            held = [ctypes.string_at(int(word & ~TAG_MASK) - delta, 4) for word in words]
+            assert held == [PROMPT[at].tobytes() for at in (0, 4, 8, 12)]
+        one.compute(other.row, array(7))
+        assert one.store.promote(other.row, 8) == 3
+        assert one.read(other.row) == [*PROMPT.tolist(), 7]
+
+
+def test_what_was_copied_up_because_the_device_cannot_read_it_in_place_is_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine() as one:
+        sleeping = one.store.sleep(one.run(PROMPT).row)
+        one.store.evict(16)
+        monkeypatch.setattr(HostSpace, "readable_in_place", lambda _, slots: np.zeros(len(slots), np.bool_))
+        opened = one.store.wake(sleeping)
+        assert one.far(opened.row) == [False] * 4
+        other = one.run(PROMPT)
+        assert other.device == 12
+        assert one.store.sharing().saved_blocks == 3
+        one.compute(opened.row, array(7))
+        assert one.read(opened.row) == [*PROMPT.tolist(), 7]
+        assert one.read(other.row) == PROMPT.tolist()
+        one.check()
+        assert one.store.stats.promoted == 4
 
 
 # The cold tier and sessions
@@ -666,7 +740,7 @@ def test_a_wake_does_not_wait_for_blocks_that_this_very_thread_is_writing(tmp_pa
         row = one.run(PROMPT).row
         one.mover.held = True
         longer = one.store.sleep(row)
-        one.store.pool.evict(longer.device_blocks[:1])
+        one.store.pool.evict(longer.places.device_blocks[:1])
         one.host.space(LAYOUT).evict(1)
         began = time.monotonic()
         opened = one.store.wake(longer, cold_deadline=3.0)
@@ -734,29 +808,30 @@ def test_blocks_wanted_is_what_reserve_takes() -> None:
 @pytest.mark.parametrize("broken", ["reference", "far", "twice", "short", "count"])
 def test_integrity_names_what_does_not_agree(broken: str) -> None:
     with engine() as one:
-        store = one.store
+        store, far = one.store, one.store._far
+        assert far is not None
         row = one.run(PROMPT).row
         if broken == "reference":
             undo = store.pool.refs.copy()
             store.pool.refs[store.arena.slots_at(store.table.row(row))[0]] += 1
         elif broken == "far":
-            store._far_refs[0] += 1
+            far._refs[0] += 1
         elif broken == "twice":
             kept = store.table.row(row).copy()
             store.table.words[row, 1] = store.table.words[row, 0]
         elif broken == "short":
             store.table.truncate(row, 2)
         else:
-            store._far[row] += 1
+            far.counts[row] += 1
         with pytest.raises(IntegrityError):
             store.check_integrity()
         if broken == "reference":
             store.pool.refs[:] = undo
         elif broken == "far":
-            store._far_refs[0] -= 1
+            far._refs[0] -= 1
         elif broken == "twice":
             store.table.words[row, : len(kept)] = kept
         elif broken == "short":
             store.table.counts[row] = 4
         else:
-            store._far[row] -= 1
+            far.counts[row] -= 1
