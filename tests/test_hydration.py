@@ -1,6 +1,6 @@
 """Hydration elsewhere: a second process, with empty tiers of its own, goes on from the same Redis.
 
-Each part runs in a Python of its own with another PYTHONHASHSEED; they share a Redis and nothing else.
+Each process is a Python of its own with another PYTHONHASHSEED; they share a Redis and nothing else.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ import pytest
 from kvpager.tests.model_files import save_tiny_model
 from kvpager.tests.redis_servers import RedisServer
 
-PART = """
+# Opens one engine after the other, each with empty tiers, and has each answer one prompt.
+PROGRAM = """
 import json, sys
 
 from kvpager.engine.llm import LLM
 from kvpager.engine.sampler import SamplingParams
 from kvpager.tiers.cold_redis import RedisColdTier
 
-asked = json.loads(sys.argv[1])
-cold = None if asked["url"] is None else RedisColdTier(asked["url"], secret=asked["secret"], deadline=5.0)
-llm = LLM(
-    asked["model"],
-    device="cpu",
-    dtype=asked["dtype"],
-    block_size=asked["block_size"],
-    tenant=asked["tenant"].encode(),
-    device_blocks=64,
-    host_bytes=4 << 20,
-    cold=cold,
-)
-params = SamplingParams(max_tokens=asked["count"], temperature=0.0, ignore_eos=True)
-known = llm.session_tokens("chat")
-(answer,) = llm.generate([asked["prompt"]], params, sessions=["chat"])
-llm.store.check_integrity()
-llm.host.check_integrity()
-corrupt = 0 if cold is None else cold.stats.corrupt
-llm.close(drain=30.0)
-print(
-    json.dumps(
+found = []
+for asked in json.loads(sys.argv[1]):
+    cold = RedisColdTier(asked["url"], secret=asked["secret"], deadline=5.0) if asked["url"] else None
+    llm = LLM(
+        asked["model"],
+        device="cpu",
+        dtype=asked["dtype"],
+        block_size=asked["block_size"],
+        tenant=asked["tenant"].encode(),
+        device_blocks=64,
+        host_bytes=4 << 20,
+        cold=cold,
+    )
+    params = SamplingParams(max_tokens=asked["count"], temperature=0.0, ignore_eos=True)
+    known = llm.session_tokens("chat")
+    (answer,) = llm.generate([asked["prompt"]], params, sessions=["chat"])
+    llm.store.check_integrity()
+    llm.host.check_integrity()
+    llm.close(drain=30.0)
+    found.append(
         {
             "tokens": answer.token_ids,
             "cached": [answer.cached.device, answer.cached.host, answer.cached.cold],
             "computed": answer.computed,
             "known": None if known is None else known.tolist(),
-            "corrupt": corrupt,
-            "seed": hash("kvpager"),
+            "corrupt": 0 if cold is None else cold.stats.corrupt,
+            "hash": hash("kvpager"),
         }
     )
-)
+print(json.dumps(found))
 """
 PROMPT = [(number * 37) % 190 + 5 for number in range(45)]
 FIRST, REST = 10, 9
@@ -73,11 +73,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield running
 
 
-def answer(model: Path, url: str | None, prompt: list[int], count: int, **changes: Any) -> dict[str, Any]:
-    """What a new process answers, and what it found."""
-    asked: dict[str, Any] = {
+def request(model: Path, server: RedisServer | None, prompt: list[int], count: int) -> dict[str, Any]:
+    """An engine to open, and what it is asked."""
+    return {
         "model": str(model),
-        "url": url,
+        "url": server.url if server is not None else None,
         "prompt": prompt,
         "count": count,
         "secret": "kept between the two",
@@ -85,76 +85,65 @@ def answer(model: Path, url: str | None, prompt: list[int], count: int, **change
         "dtype": "float32",
         "block_size": 8,
     }
-    environment = os.environ | {
-        "PYTHONHASHSEED": str(changes.pop("hash_seed", 1)),
-        "PYTHONSAFEPATH": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+
+
+def answers(hash_seed: int, *requests: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a new process answers, and what it found."""
     done = subprocess.run(
-        [sys.executable, "-c", PART, json.dumps(asked | changes)],
+        [sys.executable, "-c", PROGRAM, json.dumps(requests)],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        env=environment,
+        env=os.environ | {"PYTHONHASHSEED": str(hash_seed), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
 
 
 @pytest.fixture(scope="module")
 def begun(model: Path, server: RedisServer) -> dict[str, Any]:
-    """The first process: it began the conversation and is gone."""
-    first = answer(model, server.url, PROMPT, FIRST)
+    """What the first process said before it was gone; and the whole answer, uninterrupted."""
+    first, whole = answers(
+        1, request(model, server, PROMPT, FIRST), request(model, None, PROMPT, FIRST + REST)
+    )
     assert first["known"] is None
     assert first["cached"] == [0, 0, 0]
     assert first["computed"] == len(PROMPT)
-    return first
+    return first | {"whole": whole["tokens"]}
 
 
 def test_another_process_goes_on_where_the_first_stopped(
     model: Path, server: RedisServer, begun: dict[str, Any]
 ) -> None:
-    uninterrupted = answer(model, None, PROMPT, FIRST + REST)
     talk = PROMPT + begun["tokens"]
-    second = answer(model, server.url, talk, REST, hash_seed=2)
-    assert second["seed"] != begun["seed"]
-    assert begun["tokens"] + second["tokens"] == uninterrupted["tokens"]
+    (second,) = answers(2, request(model, server, talk, REST))
+    assert second["hash"] != begun["hash"]
+    assert begun["tokens"] + second["tokens"] == begun["whole"]
     assert second["known"] == talk
     # All but the last sampled token, the six tokens of the partly filled block among them.
-    assert second["cached"] == [0, 0, len(talk) - 1]
     assert (len(talk) - 1) % 8 == 6
+    assert second["cached"] == [0, 0, len(talk) - 1]
     assert second["computed"] == 1
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_who_differs_in_anything_finds_nothing(
+    model: Path, server: RedisServer, begun: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny_model("llama", tmp_path, seed=1)
+    talk = PROMPT + begun["tokens"]
+    differences: list[dict[str, Any]] = [
         {"secret": "another one than that"},
         {"secret": None},
         {"tenant": "two"},
         {"dtype": "bfloat16"},
         {"block_size": 16},
-    ],
-    ids=["another secret", "no secret", "tenant", "dtype", "block_size"],
-)
-def test_who_differs_in_anything_finds_nothing(
-    model: Path, server: RedisServer, begun: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    talk = PROMPT + begun["tokens"]
-    other = answer(model, server.url, talk, 2, hash_seed=3, **changes)
-    assert other["known"] is None
-    assert other["cached"] == [0, 0, 0]
-    assert other["computed"] == len(talk)
-    assert other["corrupt"] == 0
-
-
-def test_another_model_of_the_same_shape_finds_nothing(
-    server: RedisServer, begun: dict[str, Any], tmp_path: Path
-) -> None:
-    save_tiny_model("llama", tmp_path, seed=1)
-    talk = PROMPT + begun["tokens"]
-    other = answer(tmp_path, server.url, talk, 2)
-    assert other["known"] is None
-    assert other["cached"] == [0, 0, 0]
+        {"model": str(tmp_path)},
+    ]
+    found = answers(3, *(request(model, server, talk, 2) | change for change in differences))
+    for change, other in zip(differences, found, strict=True):
+        assert other["known"] is None, change
+        assert other["cached"] == [0, 0, 0], change
+        assert other["computed"] == len(talk), change
+        assert other["corrupt"] == 0, change
