@@ -1,0 +1,304 @@
+"""What the demo's processes do: chats over shared documents, on a model whose KV lies in three tiers.
+
+Imported only in the processes that compute, since it brings torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import inspect
+import shutil
+import statistics
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..engine.llm import LLM, Completion
+from ..engine.loader import LoadedModel, load_model
+from ..engine.sampler import SamplingParams
+from ..tiers.cold_url import open_cold_tier
+from ..tiers.errors import KVPagerError
+from ..tiers.layout import KVLayout
+
+__all__ = ["Chats", "Settings", "Turn", "first_process", "second_process"]
+
+Talk = list[dict[str, str]]
+
+_QUESTIONS: Final = (
+    "What is this text about? Answer in one sentence.",
+    "Name one function it describes.",
+    "Who would read this text?",
+    "Give a short title for this text.",
+    "What is the most important idea in it?",
+    "What could go wrong when using it?",
+    "Explain it to a child in one sentence.",
+    "Which word is used most in it?",
+)
+_DOCUMENT_WORDS: Final = 260
+_TTFT_PROMPTS: Final = 3
+_DISK_BYTES: Final = 8 << 30
+# How much of the KV of all chats together the upper tiers hold.
+_DEVICE_SHARE: Final = 0.55
+_HOST_SHARE: Final = 0.8
+_RUNNING: Final = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the demo was asked for."""
+
+    model: str
+    device: str
+    sessions: int
+    answer_tokens: int
+    cold: str
+
+
+@dataclass
+class Turn:
+    """One prompt and its answer."""
+
+    prompt: list[int]
+    answer: tuple[int, ...]
+    completion: Completion
+
+
+@dataclass
+class Chats:
+    """What one process did; travels to the other process and to the report.
+
+    Attributes:
+        talks: the conversations so far.
+        turns: prompts and answers of this process.
+        device_blocks, host_blocks: size of the tiers.
+        seconds: spent on the turns.
+        saved_bytes: what sharing saved at its peak.
+        counters: of both stores, when they were closed.
+        ttft: seconds to the first token, by where the KV of the prompt was.
+        truth: answers computed without any cache, for the turns of both processes.
+        truth_seconds: spent on these.
+    """
+
+    talks: list[Talk]
+    device_blocks: int
+    host_blocks: int
+    turns: list[Turn] = field(default_factory=list)
+    seconds: float = 0.0
+    saved_bytes: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+    ttft: dict[str, float] = field(default_factory=dict)
+    truth: list[tuple[int, ...]] = field(default_factory=list)
+    truth_seconds: float = 0.0
+
+
+def first_process(settings: Settings) -> Chats:
+    """Two turns of every chat; what was computed is left in the cold tier."""
+    loaded = _load(settings)
+    documents = _documents()
+    talks: list[Talk] = [
+        [{"role": "user", "content": f"{documents[chat % len(documents)]}\n\n{_question(chat, 0)}"}]
+        for chat in range(settings.sessions)
+    ]
+    chats = _size(settings, loaded, documents, talks)
+    with _engine(settings, loaded, chats) as llm:
+        _take_turns(llm, settings, chats, (0, 1), "turn {}")
+    return chats
+
+
+def second_process(settings: Settings, first: Chats) -> Chats:
+    """One more turn, from the cold tier; then every prompt of both processes without any cache."""
+    loaded = _load(settings)
+    chats = Chats(first.talks, first.device_blocks, first.host_blocks)
+    with _engine(settings, loaded, chats) as llm:
+        _take_turns(llm, settings, chats, (2,), "turn {} after the restart")
+        _measure_ttft(llm, chats)
+    _answer_uncached(settings, loaded, chats, [turn.prompt for turn in (*first.turns, *chats.turns)])
+    return chats
+
+
+def _load(settings: Settings) -> LoadedModel:
+    with Console().status(f"loading {settings.model}"):
+        # float32, so that answers are comparable to the last bit that decides a token.
+        return load_model(settings.model, dtype="float32", device=_device(settings))
+
+
+def _device(settings: Settings) -> str:
+    import torch
+
+    if settings.device != "auto":
+        return settings.device
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def _size(settings: Settings, loaded: LoadedModel, documents: list[str], talks: list[Talk]) -> Chats:
+    """Size the tiers so that all three are needed, and say what a token costs."""
+    layout = loaded.model.kv_layout(16)
+    blocks = _blocks_of_all(settings, loaded, layout, documents, talks)
+    longest = max(len(loaded.encode_chat(talk)) for talk in talks)
+    device_blocks = max(int(blocks * _DEVICE_SHARE), 2 * layout.blocks_for(longest))
+    host_blocks = max(int(blocks * _HOST_SHARE), device_blocks)
+    size = layout.block_bytes / 1e6
+    console = Console()
+    console.print(
+        f"[bold]{settings.model}[/] on {_device(settings)}: 2 x {layout.num_layers} layers x "
+        f"{layout.num_kv_heads} KV heads x {layout.head_dim} x {layout.item_bytes} bytes = "
+        f"{layout.token_bytes:,} bytes of KV a token"
+    )
+    console.print(
+        f"{settings.sessions} chats over {len(documents)} documents need about {blocks * size:.0f} MB of KV, "
+        f"shared parts counted once. The device tier gets {device_blocks * size:.0f} MB, host memory "
+        f"{host_blocks * size:.0f} MB; the rest goes to {settings.cold}"
+    )
+    return Chats(talks, device_blocks, host_blocks)
+
+
+def _blocks_of_all(
+    settings: Settings, loaded: LoadedModel, layout: KVLayout, documents: list[str], talks: list[Talk]
+) -> int:
+    """About how many different blocks two turns of all chats fill."""
+    shared = [len(loaded.encode_chat([{"role": "user", "content": text}])) for text in documents]
+    question = {"role": "user", "content": _QUESTIONS[0]}
+    reply = {"role": "assistant", "content": ""}
+    later = len(loaded.encode_chat([question, reply, question])) - len(loaded.encode_chat([question]))
+    blocks = sum(layout.blocks_for(tokens) for tokens in shared)
+    for chat, talk in enumerate(talks):
+        own = len(loaded.encode_chat(talk)) - shared[chat % len(shared)]
+        blocks += layout.blocks_for(own + later + 2 * settings.answer_tokens)
+    return blocks
+
+
+@contextmanager
+def _engine(settings: Settings, loaded: LoadedModel, chats: Chats) -> Iterator[LLM]:
+    """An engine on three tiers; at its end everything is left in the cold tier."""
+    on_disk = not settings.cold.startswith(("redis", "unix"))
+    with LLM(
+        loaded,
+        device=_device(settings),
+        device_blocks=chats.device_blocks,
+        host_bytes=chats.host_blocks * loaded.model.kv_layout(16).block_bytes,
+        cold=open_cold_tier(settings.cold, capacity_bytes=_DISK_BYTES if on_disk else None),
+        max_sequences=_RUNNING,
+    ) as llm:
+        yield llm
+        llm.close(drain=60.0)
+        if llm.host is not None:
+            chats.counters = {**llm.store.stats.snapshot(), **llm.host.stats.snapshot()}
+
+
+def _take_turns(llm: LLM, settings: Settings, chats: Chats, turns: tuple[int, ...], title: str) -> None:
+    started = time.monotonic()
+    for turn in turns:
+        if turn:
+            for chat, talk in enumerate(chats.talks):
+                talk.append({"role": "user", "content": _question(chat, turn)})
+        _take_turn(llm, settings, chats, title.format(turn + 1))
+    chats.seconds = time.monotonic() - started
+
+
+def _take_turn(llm: LLM, settings: Settings, chats: Chats, title: str) -> None:
+    params = SamplingParams(max_tokens=settings.answer_tokens, temperature=0.0)
+    sequences = [
+        llm.submit(llm.encode_chat(talk), params, session=f"chat-{chat}")
+        for chat, talk in enumerate(chats.talks)
+    ]
+    prompts = [sequence.tokens.tolist() for sequence in sequences]
+    with _progress(title, len(sequences)) as advance:
+        while len(llm.scheduler):
+            advance(len(llm.step()))
+            saved = llm.store.sharing().saved_blocks * llm.layout.block_bytes
+            chats.saved_bytes = max(chats.saved_bytes, saved)
+    for talk, prompt, sequence in zip(chats.talks, prompts, sequences, strict=True):
+        completion = llm.completion(sequence)
+        talk.append({"role": "assistant", "content": completion.text})
+        chats.turns.append(Turn(prompt, completion.token_ids, completion))
+
+
+def _measure_ttft(llm: LLM, chats: Chats) -> None:
+    """Time to the first token of the same prompts, alone, with their KV in each tier in turn."""
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    prompts = [turn.prompt for turn in chats.turns[:_TTFT_PROMPTS]]
+
+    def first_tokens(salt: bytes = b"") -> float:
+        seconds = []
+        for at, prompt in enumerate(prompts):
+            sequence = llm.submit(prompt, params, salt=salt and salt + bytes([at]))
+            while len(llm.scheduler):
+                llm.step()
+            seconds.append(llm.completion(sequence).first_token_seconds)
+        return statistics.median(seconds)
+
+    with _progress("time to first token, by tier", 4) as advance:
+        chats.ttft["computed, no cache"] = first_tokens(salt=b"no cache")
+        advance(1)
+        first_tokens()
+        chats.ttft["from VRAM" if llm.store.device != "cpu" else "from the device tier"] = first_tokens()
+        advance(1)
+        llm.store.evict(llm.store.pool.capacity)
+        chats.ttft["from host memory"] = first_tokens()
+        advance(1)
+        llm.store.evict(llm.store.pool.capacity)
+        if llm.host is not None and llm.store.host is not None:
+            llm.host.flush()
+            llm.store.host.evict(llm.store.host.capacity)
+        chats.ttft["from the cold tier"] = first_tokens()
+        advance(1)
+
+
+def _answer_uncached(settings: Settings, loaded: LoadedModel, chats: Chats, prompts: list[list[int]]) -> None:
+    """Answer every prompt with a salt of its own, so that none finds anything that another computed."""
+    Console().print("\n[bold]Every prompt once more, without any cache.[/]")
+    params = SamplingParams(max_tokens=settings.answer_tokens, temperature=0.0)
+    longest = max(map(len, prompts)) + settings.answer_tokens
+    blocks = _RUNNING * (loaded.model.kv_layout(16).blocks_for(longest) + 1)
+    with LLM(
+        loaded, device=_device(settings), device_blocks=blocks, host_bytes=0, max_sequences=_RUNNING
+    ) as llm:
+        started = time.monotonic()
+        sequences = [
+            llm.submit(prompt, params, salt=at.to_bytes(4, "little")) for at, prompt in enumerate(prompts)
+        ]
+        with _progress("answers without any cache", len(sequences)) as advance:
+            while len(llm.scheduler):
+                advance(len(llm.step()))
+        chats.truth_seconds = time.monotonic() - started
+        completions = [llm.completion(sequence) for sequence in sequences]
+    reused = sum(completion.cached.total for completion in completions)
+    if reused:
+        raise KVPagerError(f"the run without cache reused {reused} tokens")
+    chats.truth = [completion.token_ids for completion in completions]
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def _documents() -> list[str]:
+    """Texts that ship with Python."""
+    sources = (
+        getattr(heapq, "__about__", "") + (heapq.__doc__ or ""),
+        inspect.getdoc(textwrap.TextWrapper) or "",
+        inspect.getdoc(argparse) or "",
+        inspect.getdoc(statistics) or "",
+    )
+    filler = " ".join(
+        inspect.getdoc(one) or "" for one in (sys.modules["inspect"], tempfile, shutil.copytree, Path)
+    )
+    return [" ".join(f"{source} {filler}".split()[:_DOCUMENT_WORDS]) for source in sources]
+
+
+def _question(chat: int, turn: int) -> str:
+    return _QUESTIONS[(chat + 3 * turn) % len(_QUESTIONS)]
