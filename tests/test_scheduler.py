@@ -36,11 +36,6 @@ MAX_TOKENS = 120
 
 MakeWorld = Callable[..., "World"]
 
-# Ends when `TieredStore.spill` copies a block anew whose copy in host memory went since.
-SPILL_TAKES_COPIES_FOR_GRANTED = pytest.mark.xfail(
-    strict=False, reason="spill skips blocks whose copies host memory let go of since"
-)
-
 
 @dataclass(frozen=True)
 class Tiers:
@@ -284,12 +279,6 @@ SOAKS = {
 }
 
 
-NAMES = [
-    pytest.param(name, marks=[SPILL_TAKES_COPIES_FOR_GRANTED] if name.startswith("tiny host") else [])
-    for name in SOAKS
-]
-
-
 def soak(world: World, steps: int) -> None:
     """Arrivals, forks, aborts and continued conversations for a while; then everything finishes."""
     random = world.random
@@ -331,7 +320,7 @@ def check_soak(world: World) -> None:
     assert worst.preemptions <= 2 + len(worst.tokens) / SIZE, f"{worst.id}: {worst.preemptions} preemptions"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOAKS)
 def test_a_soak_reads_what_was_written_and_everybody_finishes(name: str, make_world: MakeWorld) -> None:
     world = make_world(SOAKS[name], seed=1)
     soak(world, 250)
@@ -340,7 +329,7 @@ def test_a_soak_reads_what_was_written_and_everybody_finishes(name: str, make_wo
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(2, 12))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOAKS)
 def test_a_long_soak_reads_what_was_written_and_everybody_finishes(
     name: str, seed: int, make_world: MakeWorld
 ) -> None:
@@ -349,7 +338,6 @@ def test_a_long_soak_reads_what_was_written_and_everybody_finishes(
     check_soak(world)
 
 
-@SPILL_TAKES_COPIES_FOR_GRANTED
 def test_a_block_whose_copy_went_is_copied_again_before_it_is_spilled(make_world: MakeWorld) -> None:
     world = make_world(Tiers(device=8, host=16))
     sequence = world.submit(list(range(8, 34)), 8, stops=False)
@@ -364,7 +352,6 @@ def test_a_block_whose_copy_went_is_copied_again_before_it_is_spilled(make_world
     world.run()
 
 
-@SPILL_TAKES_COPIES_FOR_GRANTED
 def test_loads_of_those_who_wait_do_not_keep_room_from_who_runs(make_world: MakeWorld) -> None:
     world = make_world(Tiers(device=8, host=32))
     known = list(range(8, 48)) + list(range(8, 33))
