@@ -9,6 +9,7 @@ and the answers are compared.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import multiprocessing
 import os
@@ -54,12 +55,15 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
-        from rich.console import Console
+    for package in ("torch", "transformers", "safetensors", "gguf", "rich"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                "demo", f"needs the engine, {package} is missing: pip install 'kvpager[engine]'"
+            )
+    from rich.console import Console
 
-        from .demo_chats import Settings, first_process, second_process
-    except ImportError as error:
-        raise ConfigError("demo", f"needs the engine: pip install 'kvpager[engine]' ({error})") from error
+    from .demo_chats import Settings, first_process, second_process
+
     for flag in ("sessions", "answer_tokens"):
         if getattr(options, flag) < 1:
             name = f"--{flag.replace('_', '-')}"

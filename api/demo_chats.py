@@ -26,8 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..engine.llm import LLM, Completion
 from ..engine.loader import LoadedModel, load_model
 from ..engine.sampler import SamplingParams
+from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.cold_url import open_cold_tier
-from ..tiers.errors import KVPagerError
+from ..tiers.errors import ColdTierUnavailableError, KVPagerError
 from ..tiers.layout import KVLayout
 
 __all__ = ["Chats", "Settings", "Turn", "first_process", "second_process"]
@@ -47,6 +48,7 @@ _QUESTIONS: Final = (
 _DOCUMENT_WORDS: Final = 260
 _TTFT_PROMPTS: Final = 3
 _DISK_BYTES: Final = 8 << 30
+_COLD_SECONDS: Final = 3.0
 # How much of the KV of all chats together the upper tiers hold.
 _DEVICE_SHARE: Final = 0.55
 _HOST_SHARE: Final = 0.8
@@ -103,6 +105,7 @@ class Chats:
 
 def first_process(settings: Settings) -> Chats:
     """Two turns of every chat; what was computed is left in the cold tier."""
+    _try_cold(settings)
     loaded = _load(settings)
     documents = _documents()
     talks: list[Talk] = [
@@ -124,6 +127,23 @@ def second_process(settings: Settings, first: Chats) -> Chats:
         _measure_ttft(llm, chats)
     _answer_uncached(settings, loaded, chats, [turn.prompt for turn in (*first.turns, *chats.turns)])
     return chats
+
+
+def _open_cold(settings: Settings) -> ColdTier:
+    """The cold tier that was asked for: a URL, or a folder."""
+    on_disk = "://" not in settings.cold or settings.cold.startswith("disk://")
+    return open_cold_tier(settings.cold, capacity_bytes=_DISK_BYTES if on_disk else None)
+
+
+def _try_cold(settings: Settings) -> None:
+    """Keep a note there: the engine would go on without its cold tier, and the demo would show nothing."""
+    cold = _open_cold(settings)
+    try:
+        status = cold.put_note(b"kvpager-demo", b"begun", _COLD_SECONDS)
+    finally:
+        cold.close()
+    if status != ColdStatus.OK:
+        raise ColdTierUnavailableError(f"{settings.cold} keeps nothing: {status.name.lower()}")
 
 
 def _load(settings: Settings) -> LoadedModel:
@@ -180,13 +200,12 @@ def _blocks_of_all(
 @contextmanager
 def _engine(settings: Settings, loaded: LoadedModel, chats: Chats) -> Iterator[LLM]:
     """An engine on three tiers; at its end everything is left in the cold tier."""
-    on_disk = not settings.cold.startswith(("redis", "unix"))
     with LLM(
         loaded,
         device=_device(settings),
         device_blocks=chats.device_blocks,
         host_bytes=chats.host_blocks * loaded.model.kv_layout(16).block_bytes,
-        cold=open_cold_tier(settings.cold, capacity_bytes=_DISK_BYTES if on_disk else None),
+        cold=_open_cold(settings),
         max_sequences=_RUNNING,
     ) as llm:
         yield llm
