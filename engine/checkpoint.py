@@ -38,6 +38,8 @@ READ_ERRORS: Final = (
 
 _FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES: Final = ("linear", "llama3", "yarn", "dynamic")
+# Text is exactly what the tokens say: to tidy spaces up takes some that the model wrote.
+_TOKENIZER_OPTIONS: Final = {"clean_up_tokenization_spaces": False}
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 _GGUF_MODULES: Final = {
@@ -160,7 +162,9 @@ class _Safetensors:
     def tokenizer(self) -> Any:
         if not any((self._folder / name).exists() for name in _TOKENIZER_FILES):
             return None
-        return transformers.AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(
+            self._folder, local_files_only=True, **_TOKENIZER_OPTIONS
+        )
 
 
 class _PlainReader(gguf.GGUFReader):
@@ -263,7 +267,7 @@ class _GGUF:
             return None
         path = self.paths[0]
         return transformers.AutoTokenizer.from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True
+            path.parent, gguf_file=path.name, local_files_only=True, **_TOKENIZER_OPTIONS
         )
 
 
