@@ -3,6 +3,8 @@
 All against one server that this program starts, taking turns, with equally many connections. Plain sockets
 move the same values (record headers included) with `sendmsg` and `recv_into` in as many threads, with one and
 with two values in flight each, and check nothing. LMCache is left out where its environment is not there.
+Beside the rates stand the processor seconds that a gigabyte costs the client and the server: where the
+machine has work of others to do, they are steadier than the rates.
 
     python benchmarks/cold_redis.py --peer-python "$(benchmarks/peers/setup_lmcache)" --json FILE
 """
@@ -21,18 +23,43 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import redis
 from kvpager.benchmarks.report import write_report
 from kvpager.tests.redis_servers import RedisServer
-from kvpager.tiers.cold_redis import RedisColdTier
+from kvpager.tiers.cold_redis import DEFAULT_CONNECTIONS, RedisColdTier
 from kvpager.tiers.record import HEADER_BYTES, RecordCodec
 
 Blocks = npt.NDArray[np.uint8]
 SIZES = {256 << 10: 256, 2 << 20: 64, 32 << 20: 6}
 """Block bytes to blocks of a batch."""
+
+
+class Cost(NamedTuple):
+    """What one batch took, in seconds."""
+
+    elapsed: float
+    processor: float
+    """Of all threads of the client's process."""
+
+
+class Stopwatch:
+    """Measures one batch in this process."""
+
+    def __init__(self) -> None:
+        self._processor = time.process_time()
+        self._began = time.perf_counter()
+
+    def stop(self) -> Cost:
+        """The cost since construction."""
+        elapsed = time.perf_counter() - self._began
+        return Cost(elapsed, time.process_time() - self._processor)
+
+
+Contestant = Callable[[str, Blocks], Cost]
 
 
 class PlainSockets:
@@ -45,8 +72,8 @@ class PlainSockets:
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._codec = RecordCodec()
 
-    def run(self, op: str, blocks: Blocks) -> float:
-        """Seconds for one batch."""
+    def run(self, op: str, blocks: Blocks) -> Cost:
+        """Move one batch."""
         values: list[tuple[bytes, memoryview]] = []
         for index, block in enumerate(blocks):
             view = memoryview(block)
@@ -59,12 +86,12 @@ class PlainSockets:
             threading.Thread(target=work, args=(sock, values[lane::count]))
             for lane, sock in enumerate(self._sockets)
         ]
-        began = time.perf_counter()
+        watch = Stopwatch()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return time.perf_counter() - began
+        return watch.stop()
 
     def _put(self, sock: socket.socket, values: list[tuple[bytes, memoryview]]) -> None:
         header = bytes(HEADER_BYTES)
@@ -132,16 +159,16 @@ class LMCache:
             env={**os.environ, "PYTHONSAFEPATH": "1", "LMCACHE_LOG_LEVEL": "ERROR"},
         )
 
-    def run(self, client: str, op: str, size: int, count: int) -> float:
-        """Seconds for one batch."""
+    def run(self, client: str, op: str, size: int, count: int) -> Cost:
+        """Move one batch."""
         job = {"client": client, "op": op, "bytes": size, "count": count}
         to, of = self._pipes()
         print(json.dumps(job), file=to, flush=True)
         line = of.readline()
         if not line:
             raise RuntimeError("the peer ended; see above")
-        seconds: float = json.loads(line)["seconds"]
-        return seconds
+        answer = json.loads(line)
+        return Cost(answer["seconds"], answer["processor_seconds"])
 
     def _pipes(self) -> tuple[IO[str], IO[str]]:
         if self._process.stdin is None or self._process.stdout is None:
@@ -158,29 +185,29 @@ class LMCache:
 @contextlib.contextmanager
 def contestants(
     server: RedisServer, url: str, connections: int, peer_python: str | None
-) -> Iterator[dict[str, Callable[[str, Blocks], float]]]:
-    """What takes turns: name to a function that runs one batch and returns its seconds."""
+) -> Iterator[dict[str, Contestant]]:
+    """What takes turns: name to a function that moves one batch."""
     space = bytes(16)
     with contextlib.ExitStack() as stack:
         tier = stack.enter_context(
             contextlib.closing(RedisColdTier(url, connections=connections, deadline=60))
         )
 
-        def ours(op: str, blocks: Blocks) -> float:
+        def ours(op: str, blocks: Blocks) -> Cost:
             hashes = [b"%016d" % index for index in range(len(blocks))]
             views = [memoryview(block) for block in blocks]
             landing = LANDING[: blocks.size].reshape(blocks.shape)
-            began = time.perf_counter()
+            watch = Stopwatch()
             if op == "put":
                 status = tier.put(space, hashes, views)
             else:
                 status = tier.get(space, hashes, [memoryview(block) for block in landing])
-            seconds = time.perf_counter() - began
+            cost = watch.stop()
             if status.any() or (op == "get" and not np.array_equal(landing, blocks)):
                 raise RuntimeError(f"{op} failed: {status}")
-            return seconds
+            return cost
 
-        table: dict[str, Callable[[str, Blocks], float]] = {"kvpager": ours}
+        table: dict[str, Contestant] = {"kvpager": ours}
         for in_flight in (1, 2):
             plain = stack.enter_context(contextlib.closing(PlainSockets(server.port, connections, in_flight)))
             table[f"sockets, {in_flight} each"] = (
@@ -201,48 +228,70 @@ LANDING: Blocks = np.zeros(max(size * count for size, count in SIZES.items()), n
 
 
 def measure(connections: int, rounds: int, peer_python: str | None) -> dict[str, Any]:
-    """Rates in GB/s (1e9 bytes), by block size, operation and contestant: median, least and greatest."""
+    """By block size, operation and contestant: rates in GB/s (1e9 bytes), and processor seconds per GB."""
     results: dict[str, Any] = {}
     random = np.random.default_rng(1)
     with (
         tempfile.TemporaryDirectory() as folder,
         RedisServer(Path(folder)) as server,
         contestants(server, server.url, connections, peer_python) as table,
+        server.client() as client,
     ):
         for size, count in SIZES.items():
             blocks = random.integers(0, 256, (count, size), np.uint8)
-            rates: dict[tuple[str, str], list[float]] = {}
+            turns: dict[tuple[str, str], list[Turn]] = {}
             names = list(table)
-            for turn in range(rounds + 1):
-                order = names[turn % len(names) :] + names[: turn % len(names)]
+            for number in range(rounds + 1):
+                order = names[number % len(names) :] + names[: number % len(names)]
                 for op in ("put", "get"):
                     for name in order:
-                        rate = blocks.nbytes / table[name](op, blocks) / 1e9
-                        if turn:  # the first turn opens connections and touches memory
-                            rates.setdefault((op, name), []).append(rate)
-            with server.client() as client:
-                client.flushall()
+                        before = _server_seconds(client)
+                        cost = table[name](op, blocks)
+                        turn = Turn(cost, _server_seconds(client) - before)
+                        if number:  # the first turn opens connections and touches memory
+                            turns.setdefault((op, name), []).append(turn)
+            client.flushall()
             results[f"{size >> 10} KiB x {count}"] = {
-                op: {name: _summary(rates[op, name], rates[op, names[0]]) for name in names}
+                op: {
+                    name: _summary(blocks.nbytes / 1e9, turns[op, name], turns[op, names[0]])
+                    for name in names
+                }
                 for op in ("put", "get")
             }
     return results
 
 
-def _summary(rates: list[float], ours: list[float]) -> dict[str, float]:
-    """Beside the rates, how often ours contains theirs: the median of the ratios within a turn."""
+class Turn(NamedTuple):
+    """One batch of one contestant."""
+
+    cost: Cost
+    server_processor: float
+
+
+def _server_seconds(client: redis.Redis) -> float:
+    """Processor seconds that the server has used so far."""
+    used = client.info("cpu")
+    return float(used["used_cpu_user_main_thread"]) + float(used["used_cpu_sys_main_thread"])
+
+
+def _summary(gigabytes: float, turns: list[Turn], ours: list[Turn]) -> dict[str, float]:
+    """Medians; how often ours contains theirs is the median of the ratios within a turn."""
+    rates = [gigabytes / turn.cost.elapsed for turn in turns]
+    ratios = [a.cost.elapsed / b.cost.elapsed for a, b in zip(turns, ours, strict=True)]
     return {
         "GB/s": round(statistics.median(rates), 3),
         "least": round(min(rates), 3),
         "greatest": round(max(rates), 3),
-        "kvpager is times": round(statistics.median(a / b for a, b in zip(ours, rates, strict=True)), 3),
+        "kvpager is times": round(statistics.median(ratios), 3),
+        "client s/GB": round(statistics.median(turn.cost.processor for turn in turns) / gigabytes, 3),
+        "server s/GB": round(statistics.median(turn.server_processor for turn in turns) / gigabytes, 3),
     }
 
 
 def main() -> None:
     """Measure, print a table, and write JSON where asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--connections", type=int, default=4)
+    parser.add_argument("--connections", type=int, default=DEFAULT_CONNECTIONS)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--peer-python", help="python of LMCache's environment")
     parser.add_argument("--json", type=Path)
@@ -255,6 +304,7 @@ def main() -> None:
                 print(
                     f"  {name:16} {row['GB/s']:6.2f} GB/s ({row['least']:.2f}-{row['greatest']:.2f})"
                     f"   kvpager is {row['kvpager is times']:.2f} times this"
+                    f"   processor {row['client s/GB']:.2f} + {row['server s/GB']:.2f} s/GB"
                 )
     server = subprocess.run(["redis-server", "--version"], capture_output=True, text=True, check=True)
     write_report(

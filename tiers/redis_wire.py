@@ -33,6 +33,8 @@ _MAX_REPLY_BYTES: Final = 1 << 20
 _MAX_REPLY_ITEMS: Final = 1 << 17
 _MAX_DEPTH: Final = 6
 _MAX_DIGITS: Final = 12
+_BULK_LINE_BYTES: Final = 10
+"""The line before a value of 1 to 9 MiB, end included."""
 _TLS_CHUNK: Final = 256 << 10
 _SKIP_BYTES: Final = 64 << 10
 _TIMER_SLACK: Final = 0.005
@@ -138,17 +140,17 @@ class _Replies(BaseParser):
         self.active_at = time.monotonic()
         return count
 
-    def _fill(self) -> None:
+    def _fill(self, limit: int = _BUFFER_BYTES) -> None:
         if self._low == self._high:
             self._low = self._high = 0
         elif self._high == _BUFFER_BYTES:
             rest = self._high - self._low
             self._buffer[:rest] = self._buffer[self._low : self._high]
             self._low, self._high = 0, rest
-        self._high += self.receive(self._view[self._high :])
+        self._high += self.receive(self._view[self._high : self._high + limit])
 
-    def read_line(self) -> bytes:
-        """One line without its end."""
+    def read_line(self, limit: int = _BUFFER_BYTES) -> bytes:
+        """One line without its end, reading at most `limit` bytes at a time from the socket."""
         while True:
             end = self._buffer.find(b"\r\n", self._low, self._high)
             if end >= 0:
@@ -157,7 +159,7 @@ class _Replies(BaseParser):
                 return line
             if self._high - self._low >= _BUFFER_BYTES:
                 raise ColdTierUnavailableError("not the Redis protocol: a line without end")
-            self._fill()
+            self._fill(limit)
 
     def read_lines(self, count: int) -> list[bytes]:
         """`count` lines without their ends."""
@@ -185,10 +187,10 @@ class _Replies(BaseParser):
         while done < len(view):
             done += self._receive(self.armed(socket.SO_RCVTIMEO), view[done:], flags)
 
-    def read_end(self) -> None:
-        """The line end after a bulk string."""
+    def read_end(self, limit: int = _BUFFER_BYTES) -> None:
+        """The line end after a bulk string, and at most `limit` bytes of the reply that follows."""
         while self._high - self._low < 2:
-            self._fill()
+            self._fill(2 + limit)
         if self._buffer[self._low : self._low + 2] != b"\r\n":
             raise ColdTierUnavailableError("not the Redis protocol: a bulk string without its end")
         self._low += 2
@@ -261,6 +263,8 @@ class Wire:
             **options, protocol=2, parser_class=lambda socket_read_size: self._replies
         )
         self._scatter = False
+        self.round_trip = 0.0
+        """Seconds that a PING took when the connection was made."""
 
     @property
     def idle_seconds(self) -> float:
@@ -292,7 +296,9 @@ class Wire:
             sock.settimeout(None)
             self._replies.kernel_timeouts = True
         self.limit(time.monotonic() + timeout)
+        began = time.monotonic()
         answer = self.call(b"PING")
+        self.round_trip = time.monotonic() - began
         if isinstance(answer, ReplyError):
             raise self._replies.parse_error(str(answer))  # type: ignore[no-untyped-call]
         if answer != b"PONG":
@@ -379,8 +385,10 @@ class Wire:
             The size of the string in bytes, None where there is none, or the error reply.
         """
         replies = self._replies
+        # What is read before a large body is its beginning alone: the rest goes straight to its place.
+        ahead = _BULK_LINE_BYTES + len(head) if len(body) >= _BUFFER_BYTES else _BUFFER_BYTES
         try:
-            line = replies.read_line()
+            line = replies.read_line(ahead)
             if line[:1] == b"-":
                 return ReplyError(line[1:].decode("utf-8", "replace"))
             if line[:1] != b"$":
@@ -397,7 +405,7 @@ class Wire:
                 begun = min(size, len(head))
                 replies.read_into(head[:begun])
                 replies.skip(size - begun)
-            replies.read_end()
+            replies.read_end(ahead)
         except TimeoutError:
             raise
         except OSError as error:

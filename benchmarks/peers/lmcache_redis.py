@@ -1,8 +1,9 @@
 """Drives LMCache's two Redis clients for `benchmarks/cold_redis.py`. Runs in LMCache's environment.
 
 Reads lines of JSON such as ``{"client": "native", "op": "put", "bytes": 2097152, "count": 64}`` and answers
-each with ``{"seconds": ...}``. ``native`` is its RESP client in C++ (what its ``resp://`` connector is made
-of), ``python`` its ``redis://`` connector, both fed with as many blocks at once as asked for.
+each with ``{"seconds": ..., "processor_seconds": ...}``. ``native`` is its RESP client in C++ (what its
+``resp://`` connector is made of), ``python`` its ``redis://`` connector, both fed with as many blocks at once
+as asked for.
 
     python lmcache_redis.py PORT CONNECTIONS
 """
@@ -88,9 +89,11 @@ async def _serve(port: int, connections: int) -> None:
             chosen = blocks.objects if job["op"] == "put" else blocks.landing
             views = [memoryview(each.byte_array).cast("B") for each in chosen]
             call = native.batch_set if job["op"] == "put" else native.batch_get
+            used = time.process_time()
             began = time.perf_counter()
             await call(keys, views)
             seconds = time.perf_counter() - began
+            processor = time.process_time() - used
         else:
             if size not in connectors:
                 metadata = SimpleNamespace(
@@ -107,6 +110,7 @@ async def _serve(port: int, connections: int) -> None:
                 )
                 connectors[size] = RedisConnector(f"redis://127.0.0.1:{port}", loop, pool)
             connector = connectors[size]
+            used = time.process_time()
             began = time.perf_counter()
             if job["op"] == "put":
                 await connector.batched_put(blocks.keys, blocks.objects)
@@ -115,10 +119,11 @@ async def _serve(port: int, connections: int) -> None:
                 if not all(found):
                     raise RuntimeError("a block is missing")
             seconds = time.perf_counter() - began
+            processor = time.process_time() - used
         native_get = job["client"] == "native" and job["op"] == "get"
         if native_get and not all(map(_same, blocks.objects, blocks.landing)):
             raise RuntimeError("a block came back altered")
-        print(json.dumps({"seconds": seconds}), file=_ANSWERS, flush=True)
+        print(json.dumps({"seconds": seconds, "processor_seconds": processor}), file=_ANSWERS, flush=True)
 
 
 if __name__ == "__main__":
