@@ -379,6 +379,11 @@ class LLM:
             for name, session in self._sessions.items()
         )
 
+    def end_session(self, name: str) -> bool:
+        """Forget a conversation; its blocks stay cached until room is wanted. False if it was not known."""
+        self._check_open()
+        return self._sessions.pop(name, None) is not None
+
     def session_tokens(self, name: str) -> npt.NDArray[np.int32] | None:
         """int32, a conversation's tokens so far: from this engine, or from the cold tier; or None."""
         self._check_open()

@@ -735,6 +735,18 @@ def test_what_the_tiers_never_hold_is_refused_and_the_rest_goes_on(llama: Case, 
     assert finish(llm, [running])[0].token_ids == llama.truth[0]
 
 
+def test_a_session_that_is_ended_is_forgotten_and_its_blocks_stay_cached(
+    llama: Case, make_llama: MakeLLM
+) -> None:
+    llm = make_llama()
+    prompt = llama.prompts[-1]
+    llm.generate([prompt], GREEDY, sessions=["one"])
+    assert llm.end_session("one")
+    assert not llm.end_session("one")
+    assert llm.session_tokens("one") is None
+    assert llm.generate([prompt], GREEDY)[0].cached.total == (len(prompt) - 1) // SIZE * SIZE
+
+
 def test_a_closed_engine_says_so(llama: Case, make_llama: MakeLLM) -> None:
     llm = make_llama(max_sequences=2)
     sequences = [llm.submit(prompt, GREEDY, session=str(len(prompt))) for prompt in llama.prompts[3:7]]
