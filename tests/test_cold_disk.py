@@ -51,7 +51,8 @@ def file_of(folder: Path, prefix_hash: bytes) -> Path:
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[DiskColdTier]:
-    opened = DiskColdTier(tmp_path, capacity_bytes=10 * ROOM)
+    # A busy disk may take seconds for what is usually done in one; deadlines have tests of their own.
+    opened = DiskColdTier(tmp_path, capacity_bytes=10 * ROOM, deadline=120.0)
     yield opened
     opened.check_integrity()
     opened.close()
