@@ -7,6 +7,7 @@ handle names nothing, and a late commit or release of it is refused.
 from __future__ import annotations
 
 import enum
+import secrets
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Protocol, TypeAlias
@@ -16,10 +17,18 @@ import numpy.typing as npt
 
 from .policy import Ids
 
-__all__ = ["Generations", "Lease", "Reservation", "ReserveStatus", "SlotOwner"]
+__all__ = ["Generations", "Lease", "Reservation", "ReserveStatus", "SlotOwner", "first_generations"]
 
 Generations: TypeAlias = npt.NDArray[np.int64]
 """int64 [n]: how often each of n slots had been granted when it was."""
+
+
+def first_generations(capacity: int) -> Generations:
+    """Generations to start from, int64 [capacity]: a random positive number.
+
+    So a handle that was remembered from another store, or from before a restart, names nothing in this one.
+    """
+    return np.full(capacity, secrets.randbits(62) + 1, dtype=np.int64)
 
 
 class SlotOwner(Protocol):

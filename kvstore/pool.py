@@ -7,7 +7,6 @@ microseconds a call and wins only on batches of thousands.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,18 +14,11 @@ import numpy.typing as npt
 
 from ..tiers.arena import SlotAllocator
 from ..tiers.errors import CapacityError, IntegrityError
+from .handles import first_generations
 from .hashing import leading
 from .policy import EvictionPolicy, Ids
 
-__all__ = ["BlockPool", "first_generations"]
-
-
-def first_generations(capacity: int) -> npt.NDArray[np.int64]:
-    """Generations to start from, int64 [capacity]: a random positive number.
-
-    So a handle that was remembered from another store, or from before a restart, names nothing in this one.
-    """
-    return np.full(capacity, secrets.randbits(62) + 1, dtype=np.int64)
+__all__ = ["BlockPool"]
 
 
 class BlockPool:

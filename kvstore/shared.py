@@ -171,11 +171,10 @@ class HostShared:
         Args:
             before: only an extent that was last used before this tick.
         """
-        if len(self._holders) == 1 or len(asking.extents) >= max(
-            1, self.arena.num_extents // len(self._holders)
-        ):
-            return False
+        share = self.arena.num_extents // len(self._holders)
         donors = [space for space in self._holders if space is not asking and space.extents]
+        if not donors or len(asking.extents) >= max(1, share):
+            return False
         donors.sort(key=lambda space: len(space.extents), reverse=True)
         return any(donor.yield_extent(before) for donor in donors)
 

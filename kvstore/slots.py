@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from ..tiers.arena import SlotAllocator
 from ..tiers.errors import ConfigError, IntegrityError
-from .handles import Generations, ReserveStatus
+from .handles import Generations, ReserveStatus, first_generations
 from .hashing import HASH_BYTES, leading
 from .policy import EvictionPolicy, Ids
-from .pool import first_generations
 
 __all__ = ["Evicted", "OldExtent", "SlotRecords"]
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
+from kvpager.kvstore.handles import first_generations
 from kvpager.kvstore.policy import LRUPolicy
-from kvpager.kvstore.pool import BlockPool, first_generations
+from kvpager.kvstore.pool import BlockPool
 from kvpager.tiers.arena import SlotAllocator
 from kvpager.tiers.errors import CapacityError, IntegrityError
 
