@@ -90,6 +90,13 @@ class Lease:
             self._held = False
             self.space.release(self.slots, self.generations)
 
+    def shorten(self, count: int) -> None:
+        """Keep the first `count` blocks only."""
+        if self._held and count < len(self.slots):
+            slots, generations = self.slots[count:], self.generations[count:]
+            self.slots, self.generations = self.slots[:count], self.generations[:count]
+            self.space.release(slots, generations)
+
     def __enter__(self) -> Lease:
         return self
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final
 
@@ -23,6 +23,7 @@ from ..tiers.errors import ConfigError
 from ..tiers.layout import KVLayout
 from ..tiers.pinned import PinnedArena
 from .events import Listener
+from .handles import Lease
 from .hashing import space_id
 from .policy import make_policy
 from .shared import HostShared
@@ -108,6 +109,29 @@ class HostStore:
                 space = HostSpace(self._shared, layout, shard, name, make_policy(self._policy, 0))
                 self._spaces[name] = space
             return space
+
+    def match(self, spaces: Sequence[HostSpace], hashes: Sequence[bytes]) -> list[Lease]:
+        """Lease the leading blocks that all of several spaces have: a hit needs every shard.
+
+        Args:
+            spaces: the shards of one model; their chains are the same.
+            hashes: prefix hashes in order.
+
+        Returns:
+            one lease a space, all of the same length.
+        """
+        leases: list[Lease] = []
+        try:
+            for space in spaces:
+                # Not further than the shards before: what these lack is no hit.
+                leases.append(space.match(hashes[: len(leases[-1])] if leases else hashes))
+            for lease in leases:
+                lease.shorten(len(leases[-1]))
+        except BaseException:
+            for lease in leases:
+                lease.release()
+            raise
+        return leases
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with every later event of host memory and cold tier; returns how to end it."""

@@ -228,6 +228,21 @@ def test_equal_layouts_and_shards_open_one_space_and_others_never_see_each_other
 # Leases and stale handles
 
 
+def test_a_hit_needs_every_shard() -> None:
+    with store(6) as host:
+        shards = [host.space(SMALL, shard=f"tp{rank}/3") for rank in range(3)]
+        for shard, count in zip(shards, (3, 1, 2), strict=True):
+            assert shard.put(names(0, count), blocks(0, count), wait=5.0) == count
+        leases = host.match(shards, names(0, 4))
+        assert [len(lease) for lease in leases] == [1, 1, 1]
+        host.check_integrity()
+        # What not all of them have is not leased.
+        assert [shard.evict(9) for shard in shards] == [2, 0, 1]
+        for lease in leases:
+            lease.release()
+        assert [shard.evict(9) for shard in shards] == [1, 1, 1]
+
+
 def test_leased_blocks_stay_and_released_ones_go_leaves_first() -> None:
     with store(1) as host:
         space = host.space(SMALL)
