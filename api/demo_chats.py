@@ -149,15 +149,7 @@ def _try_cold(settings: Settings) -> None:
 def _load(settings: Settings) -> LoadedModel:
     with Console().status(f"loading {settings.model}"):
         # float32, so that answers are comparable to the last bit that decides a token.
-        return load_model(settings.model, dtype="float32", device=_device(settings))
-
-
-def _device(settings: Settings) -> str:
-    import torch
-
-    if settings.device != "auto":
-        return settings.device
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+        return load_model(settings.model, dtype="float32", device=settings.device)
 
 
 def _size(settings: Settings, loaded: LoadedModel, documents: list[str], talks: list[Talk]) -> Chats:
@@ -170,7 +162,7 @@ def _size(settings: Settings, loaded: LoadedModel, documents: list[str], talks: 
     size = layout.block_bytes / 1e6
     console = Console()
     console.print(
-        f"[bold]{settings.model}[/] on {_device(settings)}: 2 x {layout.num_layers} layers x "
+        f"[bold]{settings.model}[/] on {loaded.model.device}: 2 x {layout.num_layers} layers x "
         f"{layout.num_kv_heads} KV heads x {layout.head_dim} x {layout.item_bytes} bytes = "
         f"{layout.token_bytes:,} bytes of KV a token"
     )
@@ -202,7 +194,6 @@ def _engine(settings: Settings, loaded: LoadedModel, chats: Chats) -> Iterator[L
     """An engine on three tiers; at its end everything is left in the cold tier."""
     with LLM(
         loaded,
-        device=_device(settings),
         device_blocks=chats.device_blocks,
         host_bytes=chats.host_blocks * loaded.model.kv_layout(16).block_bytes,
         cold=_open_cold(settings),
@@ -279,9 +270,7 @@ def _answer_uncached(settings: Settings, loaded: LoadedModel, chats: Chats, prom
     params = SamplingParams(max_tokens=settings.answer_tokens, temperature=0.0)
     longest = max(map(len, prompts)) + settings.answer_tokens
     blocks = _RUNNING * (loaded.model.kv_layout(16).blocks_for(longest) + 1)
-    with LLM(
-        loaded, device=_device(settings), device_blocks=blocks, host_bytes=0, max_sequences=_RUNNING
-    ) as llm:
+    with LLM(loaded, device_blocks=blocks, host_bytes=0, max_sequences=_RUNNING) as llm:
         started = time.monotonic()
         sequences = [
             llm.submit(prompt, params, salt=at.to_bytes(4, "little")) for at, prompt in enumerate(prompts)

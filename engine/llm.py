@@ -23,7 +23,7 @@ from ..kvstore.store import TieredStore
 from ..tiers.cold import ColdTier
 from ..tiers.errors import ClosedError, ConfigError, RecordError, RequestError
 from ..tiers.memory import memory_headroom
-from .loader import LoadedModel, load_model
+from .loader import LoadedModel, find_device, load_model
 from .runner import Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
@@ -125,7 +125,7 @@ class LLM:
         load_seconds: float = 5.0,
         tenant: bytes = b"",
     ) -> None:
-        device = _find_device(device, model)
+        device = str(_device_of(device, model))
         if step_tokens < 1:
             raise ConfigError("step_tokens", f"must be positive, got {step_tokens!r}")
         if load_seconds < 0:
@@ -588,27 +588,15 @@ class LLM:
         return size // self.layout.block_bytes
 
 
-def _find_device(name: str, model: str | Path | LoadedModel) -> str:
-    """``cpu`` or ``cuda:N``, a device that is there, and where the model is if that is loaded."""
+def _device_of(name: str, model: str | Path | LoadedModel) -> torch.device:
+    """The device that is named; for ``auto``, where the model is if that is loaded."""
     where = model.model.device if isinstance(model, LoadedModel) else None
-    if name == "auto":
-        return str(where) if where is not None else "cuda:0" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError("device", f"must be auto, cpu or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError("device", f"must be auto, cpu or cuda:N, got {name!r}")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        device = torch.device("cuda", device.index or 0)
-        if device.index >= count:
-            raise ConfigError("device", f"there is no {device}: this machine has {count} CUDA devices")
-    else:
-        device = torch.device("cpu")
+    if where is not None and name == "auto":
+        return where
+    device = find_device(name)
     if where is not None and where != device:
         raise ConfigError("device", f"the model was loaded on {where}, so it cannot run on {device}")
-    return str(device)
+    return device
 
 
 def _default_host_bytes() -> int:

@@ -29,7 +29,7 @@ from ..tiers.errors import ConfigError, ModelError, RequestError
 from .checkpoint import READ_ERRORS, Checkpoint, open_checkpoint, safetensors_paths
 from .model import CausalLM, ModelConfig
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "find_device", "load_model"]
 
 _DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -91,7 +91,7 @@ def load_model(
             Hugging Face Hub, ``owner/model``, taken from the local cache or downloaded.
         dtype: what to compute in: ``float32``, ``float16`` or ``bfloat16``. ``auto`` is float32 on a CPU;
             elsewhere the checkpoint's own type, bfloat16 for GGUF.
-        device: where the weights go.
+        device: where the weights go: ``cpu``, ``cuda:N``, or ``auto`` for a GPU where there is one.
 
     Raises:
         ConfigError: `dtype` or `device` is not one.
@@ -99,10 +99,7 @@ def load_model(
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ConfigError("dtype", f"must be auto, {', '.join(_DTYPES)}, got {dtype!r}")
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError("device", f"{device!r} is not a device") from error
+    device = find_device(device)
     name = str(path_or_name)
     path = _locate(name)
     try:
@@ -121,6 +118,29 @@ def load_model(
         eos_ids.add(int(tokenizer.eos_token_id))
     config = checkpoint.config
     return LoadedModel(name, model, config, tokenizer, frozenset(eos_ids), config.max_positions, identity)
+
+
+def find_device(name: str | torch.device) -> torch.device:
+    """The device that a setting names: ``cpu``, ``cuda:N``, or ``auto`` for a GPU where there is one.
+
+    Raises:
+        ConfigError: it names no such device, or one that is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError("device", f"must be auto, cpu or cuda:N, got {name!r}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ConfigError("device", f"must be auto, cpu or cuda:N, got {str(name)!r}")
+    count = torch.cuda.device_count()
+    index = device.index or 0
+    if index >= count:
+        raise ConfigError("device", f"there is no cuda:{index}: this machine has {count} CUDA devices")
+    return torch.device("cuda", index)
 
 
 def _locate(name: str) -> Path:

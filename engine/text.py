@@ -62,9 +62,10 @@ class TextStream:
             return
         searched = max(0, len(self.text) - self._hold)
         self.text += piece
-        found = [at for word in self._stop if (at := self.text.find(word, searched)) >= 0]
+        # The one that is completed first ends the text, in whatever pieces it came.
+        found = [(at + len(word), at) for word in self._stop if (at := self.text.find(word, searched)) >= 0]
         if found:
-            self.text = self.text[: min(found)]
+            self.text = self.text[: min(found)[1]]
             self.stopped = True
 
     def _decode(self, tokens: npt.NDArray[np.int32]) -> str:
