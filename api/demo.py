@@ -14,13 +14,15 @@ import inspect
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..tiers.errors import ConfigError, KVPagerError
+from ..tiers.settings import expect_integer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from .demo_chats import Chats, Turn
 
 __all__ = ["add_parser"]
+
+_MOST_SESSIONS: Final = 10_000
+_MOST_ANSWER_TOKENS: Final = 1024
 
 
 def add_parser(commands: Any) -> None:
@@ -64,12 +69,10 @@ def _run(options: argparse.Namespace) -> int:
 
     from .demo_chats import Settings, first_process, second_process
 
-    for flag in ("sessions", "answer_tokens"):
-        if getattr(options, flag) < 1:
-            name = f"--{flag.replace('_', '-')}"
-            raise ConfigError(name, f"must be positive, got {getattr(options, flag)}")
+    expect_integer("--sessions", options.sessions, 1, _MOST_SESSIONS)
+    expect_integer("--answer-tokens", options.answer_tokens, 1, _MOST_ANSWER_TOKENS)
     console = Console()
-    with _cold_place(options) as cold:
+    with _ending_as_interrupted(), _cold_place(options) as cold:
         settings = Settings(options.model, options.device, options.sessions, options.answer_tokens, cold)
         first: Chats = _in_process(first_process, settings)
         console.print("\n[bold]The process has ended; another one starts with empty VRAM and host memory.[/]")
@@ -80,8 +83,11 @@ def _run(options: argparse.Namespace) -> int:
 @contextmanager
 def _cold_place(options: argparse.Namespace) -> Iterator[str]:
     """Where the cold tier is kept; a folder made for the demo goes when it is over."""
-    if options.redis or options.disk:
-        yield options.redis or options.disk
+    chosen = options.redis if options.redis is not None else options.disk
+    if chosen is not None:
+        if not chosen:
+            raise ConfigError("--redis" if options.redis is not None else "--disk", "must not be empty")
+        yield chosen
         return
     folder = tempfile.mkdtemp(prefix="kvpager-demo-")
     try:
@@ -96,7 +102,7 @@ def _in_process(work: Callable[..., Any], *arguments: object) -> Any:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(sender, work, arguments))
+    process = context.Process(target=_send_result, args=(sender, work, arguments), daemon=True)
     process.start()
     sender.close()
     try:
@@ -104,19 +110,39 @@ def _in_process(work: Callable[..., Any], *arguments: object) -> Any:
     except EOFError:
         process.join()
         raise KVPagerError(f"a part of the demo ended without a word, exit code {process.exitcode}") from None
-    process.join()
+    finally:
+        # Where this process is asked to end, the other must not compute on.
+        process.terminate()
+        process.join()
     if isinstance(result, BaseException):
         raise result
     return result
 
 
 def _send_result(sender: Connection, work: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+    # Ctrl-C reaches every process of the terminal; the parent hears it and ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         sender.send(work(*arguments))
     except KVPagerError as error:
         sender.send(error)
     finally:
         sender.close()
+
+
+@contextmanager
+def _ending_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the demo as Ctrl-C does: what it made is removed."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _report(console: Console, first: Chats, second: Chats) -> int:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -143,7 +144,13 @@ def _try_cold(settings: Settings) -> None:
     finally:
         cold.close()
     if status != ColdStatus.OK:
-        raise ColdTierUnavailableError(f"{settings.cold} keeps nothing: {status.name.lower()}")
+        raise ColdTierUnavailableError(f"{_place(settings)} keeps nothing: {status.name.lower()}")
+
+
+def _place(settings: Settings) -> str:
+    """Where the cold tier is, without what is secret in it."""
+    parts = urlsplit(settings.cold)
+    return settings.cold.replace(f"{parts.password}@", "***@") if parts.password else settings.cold
 
 
 def _load(settings: Settings) -> LoadedModel:
@@ -169,7 +176,7 @@ def _size(settings: Settings, loaded: LoadedModel, documents: list[str], talks: 
     console.print(
         f"{settings.sessions} chats over {len(documents)} documents need about {blocks * size:.0f} MB of KV, "
         f"shared parts counted once. The device tier gets {device_blocks * size:.0f} MB, host memory "
-        f"{host_blocks * size:.0f} MB; the rest goes to {settings.cold}"
+        f"{host_blocks * size:.0f} MB; the rest goes to {_place(settings)}"
     )
     return Chats(talks, device_blocks, host_blocks)
 

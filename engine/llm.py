@@ -23,6 +23,7 @@ from ..kvstore.store import TieredStore
 from ..tiers.cold import ColdTier
 from ..tiers.errors import ClosedError, ConfigError, RecordError, RequestError
 from ..tiers.memory import memory_headroom
+from ..tiers.settings import expect_integer
 from .loader import LoadedModel, find_device, load_model
 from .runner import Runner
 from .sampler import SamplingParams
@@ -126,9 +127,16 @@ class LLM:
         tenant: bytes = b"",
     ) -> None:
         device = str(_device_of(device, model))
-        if step_tokens < 1:
-            raise ConfigError("step_tokens", f"must be positive, got {step_tokens!r}")
-        if load_seconds < 0:
+        expect_integer("step_tokens", step_tokens, 1)
+        for name, value, least in (
+            ("device_blocks", device_blocks, 1),
+            ("device_bytes", device_bytes, 1),
+            ("host_bytes", host_bytes, 0),
+            ("max_tokens", max_tokens, 2),
+        ):
+            if value is not None:
+                expect_integer(name, value, least)
+        if not load_seconds >= 0:
             raise ConfigError("load_seconds", f"must not be negative, got {load_seconds!r}")
         self._loaded = (
             model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, device=device)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ..tiers.errors import ConfigError
+from ..tiers.settings import expect_integer
 
 __all__ = ["UNLIMITED", "SamplingBatch", "SamplingParams", "sample"]
 
@@ -60,8 +61,8 @@ class SamplingParams:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _expect_integer("max_tokens", self.max_tokens, 1)
-        _expect_integer("min_tokens", self.min_tokens, 0)
+        expect_integer("max_tokens", self.max_tokens, 1)
+        expect_integer("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise ConfigError("min_tokens", f"must not exceed max_tokens ({self.max_tokens})")
         if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
@@ -69,9 +70,9 @@ class SamplingParams:
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ConfigError("top_p", f"must lie above 0 and not above 1, got {self.top_p!r}")
         if self.top_k is not None:
-            _expect_integer("top_k", self.top_k, 1)
+            expect_integer("top_k", self.top_k, 1, UNLIMITED)
         if self.seed is not None:
-            _expect_integer("seed", self.seed, 0)
+            expect_integer("seed", self.seed, 0)
             if self.seed >= 1 << 63:
                 raise ConfigError("seed", f"must be less than 2**63, got {self.seed}")
         # A single text is meant as one, not as its letters; tuples make the parameters hashable.
@@ -80,7 +81,7 @@ class SamplingParams:
             raise ConfigError("stop", f"must be texts that are not empty, got {self.stop!r}")
         object.__setattr__(self, "stop", stop)
         for token in self.stop_token_ids:
-            _expect_integer("stop_token_ids", token, 0)
+            expect_integer("stop_token_ids", token, 0)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     @property
@@ -206,8 +207,3 @@ def _to(device: torch.device, column: npt.NDArray[np.generic]) -> torch.Tensor:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _expect_integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(name, f"must be an integer of at least {least}, got {value!r}")

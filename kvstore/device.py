@@ -59,9 +59,9 @@ class DeviceTier:
         mover: Mover | None,
         stats: StoreStats,
     ) -> None:
-        ranks = make_policy(policy, blocks)
+        make_policy(policy, 0)  # a wrong name is told before memory is taken
         self.arena = DeviceArena(layout.block_bytes, blocks, device)
-        self.pool = BlockPool(self.arena.slots, ranks, self._tell_removed)
+        self.pool = BlockPool(self.arena.slots, make_policy(policy, blocks), self._tell_removed)
         self.events = EventStream()
         self._space = space
         self._host = host

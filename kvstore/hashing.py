@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 HASH_BYTES: Final = 16
+_INT32: Final = np.iinfo(np.int32)
 _PROBES: Final = 16
 _EMPTY: Final = hashlib.blake2b(digest_size=HASH_BYTES)
 
@@ -107,8 +108,18 @@ def space_id(layout: KVLayout, shard: str = "") -> bytes:
 
 
 def as_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
-    """Token ids as a contiguous little-endian int32 array, without a copy where they are one."""
-    return np.ascontiguousarray(tokens, dtype="<i4")
+    """Token ids as a contiguous little-endian int32 array, without a copy where they are one.
+
+    Raises:
+        ConfigError: they are no flat sequence of integers that fit one; cut to fit, different prompts would
+            have the same names.
+    """
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ConfigError("tokens", f"must be a flat sequence of integers, got {array.dtype} {array.shape}")
+    if array.dtype != np.int32 and array.size and not _INT32.min <= array.min() <= array.max() <= _INT32.max:
+        raise ConfigError("tokens", f"must fit 32 bits, got {array.min()} to {array.max()}")
+    return np.ascontiguousarray(array, dtype="<i4")
 
 
 def hash_blocks(
@@ -124,8 +135,15 @@ def hash_blocks(
         block_size: tokens per block.
         parent: the hash before the first block: a chain's root, or the last hash of what precedes.
         extra_keys: by block index, counted from the first block of `tokens`.
+
+    Raises:
+        ConfigError: `tokens` are no token ids, `block_size` is not positive, `parent` is no hash.
     """
     tokens = as_tokens(tokens)
+    if block_size < 1:
+        raise ConfigError("block_size", f"must be positive, got {block_size!r}")
+    if len(parent) != HASH_BYTES:
+        raise ConfigError("chain", f"must be a hash of {HASH_BYTES} bytes, got {len(parent)}")
     count = len(tokens) // block_size
     if not count:
         return []

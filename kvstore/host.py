@@ -22,6 +22,7 @@ from ..tiers.cold import ColdTier
 from ..tiers.errors import ConfigError
 from ..tiers.layout import KVLayout
 from ..tiers.pinned import PinnedArena
+from ..tiers.settings import expect_integer
 from .events import Listener
 from .handles import Lease
 from .hashing import space_id
@@ -67,9 +68,14 @@ class HostStore:
         clean_ahead: float = 0.25,
         cold_deadline: float = 5.0,
     ) -> None:
+        host_bytes = expect_integer("host_bytes", host_bytes, 1)
+        if cold is not None and not callable(getattr(cold, "contains", None)):
+            raise ConfigError(
+                "cold", f"must be a cold tier; open_cold_tier({cold!r}, ...) opens one from a URL or a folder"
+            )
         if not 0.0 <= clean_ahead <= 1.0:
             raise ConfigError("clean_ahead", f"must be between 0 and 1, got {clean_ahead!r}")
-        if cold_deadline <= 0:
+        if not cold_deadline > 0:
             raise ConfigError("cold_deadline", f"must be positive seconds, got {cold_deadline!r}")
         make_policy(policy, 0)
         self.arena = PinnedArena(host_bytes, extent_bytes=extent_bytes, device=device)
@@ -142,8 +148,13 @@ class HostStore:
 
         Returns:
             how many committed blocks still have no copy after `deadline` seconds.
+
+        Raises:
+            ClosedError: the store is closed.
         """
         shared = self._shared
+        with shared.lock():
+            shared.check_open()
         end = time.monotonic() + deadline
         while self.cold is not None and time.monotonic() < end:
             if sum(space.write_to_cold(flush=True, until=end) for space in self._opened()):

@@ -295,11 +295,16 @@ class SlotRecords:
         return candidates[~self.in_cold[candidates] & ~self._cleaning[candidates]]
 
     def latest_dirty(self, limit: int) -> Ids:
-        """Up to `limit` of the blocks that have no copy in the cold tier, those used last."""
-        dirty = np.flatnonzero((self._state == _COMMITTED) & ~self.in_cold & ~self._cleaning)
+        """Up to `limit` of the blocks that have no copy in the cold tier, those used last.
+
+        Of these the hottest comes last, and a prefix's root after its leaves: a cold tier that must make
+        room forgets what was written first.
+        """
+        dirty = np.flatnonzero((self._state == _COMMITTED) & ~self.in_cold & ~self._cleaning)[::-1]
         if len(dirty) > limit:
             dirty = dirty[np.argpartition(-self._used_at[dirty], limit)[:limit]]
-        return dirty.astype(np.int32)
+            dirty[::-1].sort()
+        return dirty[np.argsort(self._used_at[dirty], kind="stable")].astype(np.int32)
 
     def start_cleaning(self, slots: Ids) -> None:
         """These are being copied to the cold tier: they stay until `end_cleaning`."""

@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.address import FAR
-from ..tiers.errors import ConfigError, IntegrityError
+from ..tiers.errors import IntegrityError
 from ..tiers.layout import KVLayout
 from ..tiers.mover import Mover
+from ..tiers.settings import expect_integer
 from .attach import Attacher, Found
 from .chains import RowChains
 from .device import DeviceTier
@@ -37,6 +39,8 @@ from .tables import BlockTable
 from .tails import SharedTails
 
 __all__ = ["NamedPrompt", "Opened", "Sharing", "TieredStore"]
+
+_MOST_SEQUENCES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,8 @@ class TieredStore:
         shard: str = "",
         mover: Mover | None = None,
     ) -> None:
-        if device_blocks < 1:
-            raise ConfigError("device_blocks", f"must be positive, got {device_blocks!r}")
-        if max_sequences < 1:
-            raise ConfigError("max_sequences", f"must be positive, got {max_sequences!r}")
+        expect_integer("device_blocks", device_blocks, 1, 2**31 - 1)
+        expect_integer("max_sequences", max_sequences, 1, _MOST_SEQUENCES)
         self.layout = layout
         self.root = root
         self.device = device

@@ -67,7 +67,7 @@ def test_numbers_that_make_no_sense_are_refused(
     option: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(["demo", option, value])
-    check_one_line(code, capsys.readouterr().err, f"kvpager demo: {option}: must be positive, got {value}\n")
+    check_one_line(code, capsys.readouterr().err, f"kvpager demo: {option}: must be an integer of at least 1, got {value}\n")
 
 
 def test_a_model_that_is_not_there_is_said_to_be_so() -> None:

@@ -124,6 +124,8 @@ class DiskColdTier:
     # Opening.
 
     def _open(self) -> None:
+        if self._root.resolve() == Path("/"):
+            raise ConfigError(_SETTING, "the root of the file system is no place for a cold tier")
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_file = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

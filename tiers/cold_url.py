@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from .cold import ColdTier
 from .cold_disk import DEFAULT_DEADLINE as DISK_DEADLINE
 from .cold_disk import DiskColdTier
@@ -13,7 +15,7 @@ __all__ = ["open_cold_tier"]
 
 
 def open_cold_tier(
-    url: str,
+    url: str | os.PathLike[str],
     *,
     capacity_bytes: int | None = None,
     secret: str | bytes | None = None,
@@ -38,6 +40,9 @@ def open_cold_tier(
         ConfigError: the scheme is unknown, or a setting does not go with it or is out of range.
         ColdTierUnavailableError: something answers there that is no Redis.
     """
+    if not isinstance(url, str | os.PathLike):
+        raise ConfigError("cold.url", f"must be a URL or a folder, got {url!r}")
+    url = os.fspath(url)
     scheme, separator, rest = url.partition("://")
     if separator and scheme != "disk":
         if capacity_bytes is not None:
