@@ -295,16 +295,15 @@ class SlotRecords:
         return candidates[~self.in_cold[candidates] & ~self._cleaning[candidates]]
 
     def latest_dirty(self, limit: int) -> Ids:
-        """Up to `limit` of the blocks that have no copy in the cold tier, those used last.
+        """Up to `limit` of the blocks that have no copy in the cold tier: those that would be evicted last.
 
-        Of these the hottest comes last, and a prefix's root after its leaves: a cold tier that must make
-        room forgets what was written first.
+        In the order of eviction, a prefix's root after its leaves: a cold tier that must make room forgets
+        what was written first.
         """
-        dirty = np.flatnonzero((self._state == _COMMITTED) & ~self.in_cold & ~self._cleaning)[::-1]
-        if len(dirty) > limit:
-            dirty = dirty[np.argpartition(-self._used_at[dirty], limit)[:limit]]
-            dirty[::-1].sort()
-        return dirty[np.argsort(self._used_at[dirty], kind="stable")].astype(np.int32)
+        held = np.flatnonzero((self._state == _COMMITTED) & (self.leases > 0)).astype(np.int32)
+        slots = np.concatenate([self._policy.coldest(len(self._policy)), held])
+        dirty: Ids = slots[~self.in_cold[slots] & ~self._cleaning[slots]]
+        return dirty[max(0, len(dirty) - limit) :]
 
     def start_cleaning(self, slots: Ids) -> None:
         """These are being copied to the cold tier: they stay until `end_cleaning`."""

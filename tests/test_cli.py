@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import kvpager
@@ -67,7 +70,11 @@ def test_numbers_that_make_no_sense_are_refused(
     option: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(["demo", option, value])
-    check_one_line(code, capsys.readouterr().err, f"kvpager demo: {option}: must be an integer of at least 1, got {value}\n")
+    check_one_line(
+        code,
+        capsys.readouterr().err,
+        f"kvpager demo: {option}: must be an integer of at least 1, got {value}\n",
+    )
 
 
 def test_a_model_that_is_not_there_is_said_to_be_so() -> None:
@@ -86,3 +93,32 @@ def test_a_model_that_cannot_be_read_is_said_to_be_so(tmp_path: Path) -> None:
 def test_a_device_that_is_not_there_is_said_to_be_so(device: str) -> None:
     done = run("demo", "--device", device)
     check_one_line(done.returncode, done.stderr, "kvpager demo: device: ")
+
+
+def test_a_password_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--redis", "redis://:sesame@127.0.0.1:1"]) == 1
+    shown = capfd.readouterr()
+    assert "redis://:***@127.0.0.1:1 keeps nothing" in shown.err
+    assert "sesame" not in shown.out + shown.err
+
+
+def test_an_empty_place_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--redis", "--disk"):
+        code = main(["demo", flag, ""])
+        check_one_line(code, capsys.readouterr().err, f"kvpager demo: {flag}: must not be empty\n")
+
+
+def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "kvpager.api.cli", "demo", "--sessions", "4"],
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONSAFEPATH": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(3.0)
+    demo.send_signal(signal.SIGTERM)
+    _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert "Traceback" not in errors
+    assert not list(tmp_path.glob("kvpager-demo-*"))

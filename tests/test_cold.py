@@ -296,3 +296,12 @@ def test_settings_that_do_not_fit_the_url_are_refused(
     with pytest.raises(ConfigError, match=problem):
         open_cold_tier(url, **settings)  # type: ignore[arg-type]
     assert time.monotonic() - began < 1
+
+
+def test_a_folder_may_be_a_path_and_never_the_root(tmp_path: Path) -> None:
+    open_cold_tier(tmp_path / "cold", capacity_bytes=1 << 20).close()
+    for nothing in (None, 5, b"x"):
+        with pytest.raises(ConfigError, match=r"cold\.url"):
+            open_cold_tier(nothing, capacity_bytes=1 << 20)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="root of the file system"):
+        open_cold_tier("disk:///", capacity_bytes=1 << 20)

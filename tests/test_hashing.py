@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -237,3 +238,27 @@ def test_processes_of_different_hash_seeds_find_each_others_blocks_and_nobody_el
         {"shard": "tp0/2"},
     ]
     assert _in_another_process(tmp_path, "read", 2, *changes) == [4, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        np.full(16, 1 << 40),
+        [1 << 31] * 16,
+        [-(1 << 31) - 1] * 16,
+        [1.7] * 16,
+        np.zeros((2, 16), np.int32),
+        [True] * 16,
+    ],
+    ids=["int64", "large", "small", "float", "flat", "bool"],
+)
+def test_what_would_have_to_be_cut_to_a_token_id_is_refused(tokens: Any) -> None:
+    with pytest.raises(ConfigError, match="tokens"):
+        hash_blocks(tokens, 16, bytes(16))
+
+
+def test_a_block_size_or_a_parent_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="block_size"):
+        hash_blocks([1] * 16, 0, bytes(16))
+    with pytest.raises(ConfigError, match="chain"):
+        hash_blocks([1] * 16, 16, b"short")

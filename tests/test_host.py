@@ -787,3 +787,28 @@ def test_a_setting_out_of_range_is_named() -> None:
             pass
     with pytest.raises(ConfigError, match="cold_deadline"), store(1, cold_deadline=0.0):
         pass
+
+
+def test_a_cold_tier_that_is_only_named_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cold: must be a cold tier; open_cold_tier"):
+        HostStore(1 << 20, cold="folder")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="host_bytes"):
+        HostStore("1G")  # type: ignore[arg-type]
+
+
+def test_a_closed_store_does_not_flush() -> None:
+    with store(1) as host:
+        pass
+    with pytest.raises(ClosedError):
+        host.flush()
+
+
+def test_a_disk_that_is_a_little_too_small_keeps_the_beginning_of_a_prefix(tmp_path: Path) -> None:
+    cold = DiskColdTier(tmp_path, capacity_bytes=8 * 4096)  # eight records of 4 KiB each
+    with store(3, cold, clean_ahead=0.0) as host:
+        space = host.space(SMALL)
+        assert space.put(names(0, 10), blocks(0, 10), wait=5.0) == 10
+        host.flush()
+        assert space.evict(10) == 10
+        with space.load(names(0, 10), deadline=5.0) as lease:
+            assert len(lease) > 4
