@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import ExitStack
@@ -178,6 +179,7 @@ class LLM:
         self._sessions: dict[str, _Session] = {}
         self._texts: dict[int, tuple[Sequence, TextStream]] = {}
         self._next_id = 0
+        self._driven = threading.Lock()
         self._closed = False
 
     @property
@@ -329,8 +331,17 @@ class LLM:
 
         Raises:
             ClosedError: the engine is closed.
+            RequestError: another thread is in a step of it.
         """
         self._check_open()
+        if not self._driven.acquire(blocking=False):
+            raise RequestError("another thread is in a step of this engine; one thread drives it")
+        try:
+            return self._step()
+        finally:
+            self._driven.release()
+
+    def _step(self) -> list[Sequence]:
         self.store.poll()
         step = self._scheduler.schedule()
         if step is None:

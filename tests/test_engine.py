@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -745,6 +746,29 @@ def test_a_session_that_is_ended_is_forgotten_and_its_blocks_stay_cached(
     assert not llm.end_session("one")
     assert llm.session_tokens("one") is None
     assert llm.generate([prompt], GREEDY)[0].cached.total == (len(prompt) - 1) // SIZE * SIZE
+
+
+def test_a_second_thread_is_refused_while_one_drives(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama()
+    refused: list[Exception] = []
+
+    def meddle() -> None:
+        try:
+            llm.step()
+        except RequestError as error:
+            refused.append(error)
+
+    def listen(event: object) -> None:
+        other = Thread(target=meddle)
+        other.start()
+        other.join()
+
+    # A listener runs in the midst of a step.
+    end = llm.store.subscribe(listen)
+    assert llm.generate([llama.prompts[-1]], GREEDY)[0].token_ids == llama.truth[-1]
+    end()
+    assert refused
+    assert "one thread drives it" in str(refused[0])
 
 
 def test_a_closed_engine_says_so(llama: Case, make_llama: MakeLLM) -> None:

@@ -67,7 +67,7 @@ class ColdStats:
         done = np.flatnonzero(status == ColdStatus.OK)
         with self.lock:
             self.puts += len(done)
-            self.put_bytes += sum(payloads[index].nbytes for index in done)
+            self.put_bytes += sum(payloads[index].nbytes for index in done.tolist())
             self.put_seconds += seconds
         self.count(status)
 
@@ -76,7 +76,7 @@ class ColdStats:
         done = np.flatnonzero(status == ColdStatus.OK)
         with self.lock:
             self.gets += len(done)
-            self.get_bytes += sum(into[index].nbytes for index in done)
+            self.get_bytes += sum(into[index].nbytes for index in done.tolist())
             self.get_seconds += seconds
         self.count(status)
 
