@@ -116,7 +116,10 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(3.0)
+    # Its folder is made once it is ready to be interrupted; imports before that take seconds.
+    until = time.monotonic() + 100
+    while not list(tmp_path.glob("kvpager-demo-*")) and time.monotonic() < until:
+        time.sleep(0.05)
     demo.send_signal(signal.SIGTERM)
     _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 130
