@@ -120,6 +120,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     until = time.monotonic() + 100
     while not list(tmp_path.glob("kvpager-demo-*")) and time.monotonic() < until:
         time.sleep(0.05)
+    time.sleep(2.0)  # and its other process has begun
     demo.send_signal(signal.SIGTERM)
     _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 130
