@@ -144,7 +144,7 @@ class HostStore:
         return self.events.subscribe(listener)
 
     def flush(self, deadline: float = 30.0) -> int:
-        """Write what has no copy in the cold tier there, most recently used first.
+        """Write what has no copy in the cold tier there: batch by batch, what would be evicted last first.
 
         Returns:
             how many committed blocks still have no copy after `deadline` seconds.

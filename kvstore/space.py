@@ -440,7 +440,7 @@ class HostSpace:
         """Copy one batch of blocks to the cold tier: those about to be evicted, or any when flushing.
 
         Args:
-            flush: also blocks that are not about to be evicted, those used last first.
+            flush: also blocks that are not about to be evicted: those that would be evicted last.
             until: when to be done at the latest, by `time.monotonic`.
 
         Returns:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,7 +82,7 @@ _COMPARE_AND_DELETE: Final = (
 _ASKING: Final = pack(b"ASKING")
 
 
-class _Operation:
+class _Operation(ABC):
     """Commands that go to one server in one piece, and their replies.
 
     `weight` is the bytes in flight, out or home; `outgoing` says that it is the command that is large.
@@ -98,13 +99,13 @@ class _Operation:
         self.asking = False
         self.redirect: Redirect | None = None
 
+    @abstractmethod
     def request(self) -> list[bytes | memoryview]:
         """The commands, as buffers to be written one after another."""
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self, wire: Wire) -> None:
         """Read the replies and set `status`."""
-        raise NotImplementedError
 
     def refuse(self, error: ReplyError) -> None:
         """Set status and redirect from an error reply."""
