@@ -172,7 +172,7 @@ def _compile(text: str, source: str, arch: str, macros: list[tuple[str, str]], f
         arch=arch,
         std=_STANDARD,
         lineinfo=True,
-        define_macro=[*macros],
+        define_macro=[*macros] or None,
         include_path=[str(folder)],
     )
     try:
@@ -291,7 +291,7 @@ class Kernel:
         self,
         grid: Extent,
         block: Extent,
-        args: Sequence[int | float],
+        args: Sequence[int | float | bytes],
         *,
         stream: int,
         shared_bytes: int = 0,
@@ -302,7 +302,7 @@ class Kernel:
         Args:
             grid: CTAs, all positive.
             block: threads of a CTA.
-            args: one number for every parameter (for every member of one that is a struct).
+            args: one number for every parameter (for every member of one that is a struct), bytes for ``s``.
             stream: the raw handle of a stream of the kernel's device.
             shared_bytes: dynamic shared memory of a CTA.
             dependent: let it begin before the kernel ahead of it in the stream is over, which it then waits
@@ -453,8 +453,8 @@ def load_kernel(
         source: the name of a file beside this one, such as ``decode.cu``.
         name: the kernel, declared ``extern "C" __global__``.
         parameters: one word for each of its parameters, in `struct`'s letters: ``Q`` a pointer, ``q``, ``i``
-            and ``I`` integers of 64 and 32 bits, ``f`` a float; several letters for a struct passed by value.
-            They are held against the compiled kernel's.
+            and ``I`` integers of 64 and 32 bits, ``f`` a float; several letters, or ``100s`` for 100 bytes as
+            they are, for a struct passed by value. They are held against the compiled kernel's.
         device: a CUDA device.
         defines: preprocessor macros.
 

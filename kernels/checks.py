@@ -1,0 +1,104 @@
+"""What a kernel can be told of the memory that it is given, before it is launched.
+
+Values of a tensor are not looked at, since that would wait for the device. They are in debug mode, that is
+with ``KVPAGER_DEBUG=1`` in the environment: an address that is not in memory which the device reaches is
+refused, where it would end in a fault or in somebody else's bytes. A stream that is captured into a graph
+cannot be waited for, so nothing is looked at there.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ..tiers.address import TAG_MASK
+from ..tiers.driver import cuda_driver
+from ..tiers.errors import KernelError
+
+__all__ = [
+    "access_bytes",
+    "debugging",
+    "expect_mapped",
+]
+
+_WIDEST: Final = 16
+"""Bytes of the widest access of a thread."""
+_MAPS: Final = Path("/proc/self/maps")
+
+
+def access_bytes(*positions: int) -> int:
+    """The widest access, 1 to 16 bytes, that addresses, strides and lengths are all multiples of."""
+    return min(_WIDEST, *(position & -position or _WIDEST for position in positions))
+
+
+def debugging() -> bool:
+    """Whether debug mode is on."""
+    return os.environ.get("KVPAGER_DEBUG", "") not in ("", "0")
+
+
+def expect_mapped(name: str, words: torch.Tensor, num_bytes: int) -> None:
+    """In debug mode, refuse words that name memory which their device does not reach.
+
+    Args:
+        name: the argument that the words are of.
+        words: int64, any shape: block addresses; tags are ignored, and so are words that are zero.
+        num_bytes: bytes from each of them on.
+
+    Raises:
+        KernelError: naming the argument and the first such address.
+    """
+    if not debugging() or (words.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    addresses: list[int] = (words & ~TAG_MASK).flatten().tolist()
+    wanted = sorted({address for address in addresses if address})
+    find = _missing_on_cuda if words.is_cuda else _missing_on_cpu
+    missing = find(wanted, num_bytes)
+    if missing is not None:
+        raise KernelError(
+            f"{name} has {missing:#x}, where no {num_bytes} bytes lie that {words.device} reaches"
+        )
+
+
+def _missing_on_cpu(addresses: Iterable[int], num_bytes: int) -> int | None:
+    ends: list[tuple[int, int]] = []
+    for line in _MAPS.read_text().splitlines():
+        span, access, *_ = line.split(maxsplit=2)
+        low, high = (int(end, 16) for end in span.split("-"))
+        if not access.startswith("r"):
+            continue
+        if ends and ends[-1][1] == low:  # one buffer may lie across several lines
+            ends[-1] = (ends[-1][0], high)
+        else:
+            ends.append((low, high))
+    for address in addresses:
+        at = bisect_right(ends, (address, 1 << 64)) - 1
+        if at < 0 or address + num_bytes > ends[at][1]:
+            return address
+    return None
+
+
+def _missing_on_cuda(addresses: Iterable[int], num_bytes: int) -> int | None:
+    driver = cuda_driver()
+    kind = driver.CUpointer_attribute
+    wanted = [kind.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, kind.CU_POINTER_ATTRIBUTE_RANGE_SIZE]
+    low = high = 0
+    for address in addresses:
+        if not low <= address <= high - num_bytes:
+            low, high = _allocation(driver, wanted, address)
+            if not low <= address <= high - num_bytes:
+                return address
+    return None
+
+
+def _allocation(driver: Any, wanted: list[Any], address: int) -> tuple[int, int]:
+    """The allocation or registration that an address is in; empty where CUDA knows of none."""
+    status, values = driver.cuPointerGetAttributes(len(wanted), wanted, address)
+    if int(status):
+        return 0, 0
+    start, size = (int(value or 0) for value in values)
+    return start, start + size
