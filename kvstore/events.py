@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..tiers.errors import ConfigError
+from ..tiers.settings import shown
+
 __all__ = ["BlockEvent", "EventKind", "EventStream", "Listener"]
 
 _log = logging.getLogger(__name__)
@@ -50,7 +53,13 @@ class EventStream:
         self._listeners: tuple[Listener, ...] = ()
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener` with every later event. Returns a function that ends it."""
+        """Call `listener` with every later event. Returns a function that ends it.
+
+        Raises:
+            ConfigError: it cannot be called.
+        """
+        if not callable(listener):
+            raise ConfigError("listener", f"must be a function of an event, got {shown(listener)}")
         self._listeners = (*self._listeners, listener)
 
         def unsubscribe() -> None:

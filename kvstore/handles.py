@@ -9,12 +9,15 @@ from __future__ import annotations
 import enum
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from ..tiers.errors import ClosedError, ConfigError
+from ..tiers.settings import expect_integer, shown
 from .policy import Ids
 
 __all__ = ["Generations", "Lease", "Reservation", "ReserveStatus", "SlotOwner", "first_generations"]
@@ -85,13 +88,19 @@ class Lease:
         return len(self.slots)
 
     def release(self) -> None:
-        """End the lease. Idempotent."""
+        """End the lease. Idempotent; where the store was closed it has ended already."""
         if self._held:
             self._held = False
-            self.space.release(self.slots, self.generations)
+            with suppress(ClosedError):  # the store's end was the lease's
+                self.space.release(self.slots, self.generations)
 
     def shorten(self, count: int) -> None:
-        """Keep the first `count` blocks only."""
+        """Keep the first `count` blocks only.
+
+        Raises:
+            ConfigError: `count` is no number of blocks.
+        """
+        count = expect_integer("count", count, 0)
         if self._held and count < len(self.slots):
             slots, generations = self.slots[count:], self.generations[count:]
             self.slots, self.generations = self.slots[:count], self.generations[:count]
@@ -141,10 +150,12 @@ class Reservation:
         """The bytes of these positions (default: all that are still open) are written: publish them.
 
         Args:
-            positions: int64 [m].
+            positions: int64 [m], or a list of positions.
             in_cold: the cold tier has them already.
 
         Raises:
+            ConfigError: `positions` are none of this reservation.
+            ClosedError: the store is closed.
             StaleHandleError: a slot was granted again since; the others are committed all the same.
         """
         chosen = self._take(positions)
@@ -154,6 +165,8 @@ class Reservation:
         """Give the slots of these positions (default: all that are still open) back.
 
         Raises:
+            ConfigError: `positions` are none of this reservation.
+            ClosedError: the store is closed.
             StaleHandleError: a slot was granted again since; the others are freed all the same.
         """
         chosen = self._take(positions)
@@ -161,7 +174,18 @@ class Reservation:
 
     def _take(self, positions: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
         """The positions among these that are still open; they no longer are."""
-        chosen = np.flatnonzero(self._open) if positions is None else positions[self._open[positions]]
+        if positions is None:
+            chosen = np.flatnonzero(self._open)
+        else:
+            asked = np.asarray(positions)
+            if asked.ndim != 1 or (asked.size and asked.dtype.kind not in "iu"):
+                raise ConfigError("positions", f"must be a flat list of positions, got {shown(positions)}")
+            if asked.size and not 0 <= asked.min() <= asked.max() < len(self._open):
+                raise ConfigError(
+                    "positions", f"must be from 0 to {len(self._open) - 1}, got {shown(positions)}"
+                )
+            asked = asked.astype(np.int64)
+            chosen = asked[self._open[asked]]
         self._open[chosen] = False
         return chosen
 
@@ -171,4 +195,5 @@ class Reservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.abort()
+        with suppress(ClosedError):  # then there are no slots to give back
+            self.abort()

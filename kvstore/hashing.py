@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from ..tiers.errors import ConfigError
 from ..tiers.layout import KVLayout
+from ..tiers.settings import expect_bytes, expect_integer, expect_text, expect_type, shown
 
 __all__ = [
     "HASH_BYTES",
@@ -31,6 +32,7 @@ __all__ = [
     "ExtraKeys",
     "Tokens",
     "as_tokens",
+    "check_extra_keys",
     "hash_blocks",
     "hash_partial",
     "leading",
@@ -41,6 +43,8 @@ __all__ = [
 ]
 
 HASH_BYTES: Final = 16
+_MOST_EPOCH: Final = (1 << 64) - 1
+_MOST_KEY_BYTES: Final = (1 << 32) - 1
 _INT32: Final = np.iinfo(np.int32)
 _PROBES: Final = 16
 _EMPTY: Final = hashlib.blake2b(digest_size=HASH_BYTES)
@@ -73,7 +77,7 @@ class ChainIdentity:
         salt: KV is shared only between requests of the same salt; empty for the usual.
 
     Raises:
-        ConfigError: `model` is empty, or `epoch` out of range.
+        ConfigError: `model` is empty, `epoch` out of range, or a field of another type.
     """
 
     model: bytes
@@ -83,10 +87,11 @@ class ChainIdentity:
     salt: bytes = b""
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("model", "must be a content digest of the weights, not empty")
-        if not 0 <= self.epoch < 1 << 64:
-            raise ConfigError("epoch", f"must be from 0 to 2**64 - 1, got {self.epoch!r}")
+        expect_bytes("model", self.model, least=1)
+        expect_bytes("adapter", self.adapter)
+        expect_bytes("tenant", self.tenant)
+        expect_bytes("salt", self.salt)
+        object.__setattr__(self, "epoch", expect_integer("epoch", self.epoch, 0, _MOST_EPOCH))
 
     @property
     def root(self) -> bytes:
@@ -103,7 +108,12 @@ def space_id(layout: KVLayout, shard: str = "") -> bytes:
     Args:
         layout: its fingerprint goes in, format and dtype included.
         shard: the layers and heads of this rank, in any fixed spelling (``"pp0/2 tp1/4"``).
+
+    Raises:
+        ConfigError: `layout` is none, or `shard` no string.
     """
+    expect_type("layout", layout, KVLayout, "a KVLayout")
+    expect_text("shard", shard, empty=True)
     return _digest(b"kvpager-space-1", layout.fingerprint, shard.encode())
 
 
@@ -114,7 +124,10 @@ def as_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
         ConfigError: they are no flat sequence of integers that fit one; cut to fit, different prompts would
             have the same names.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError) as error:  # lists of unequal lengths, tensors of a GPU
+        raise ConfigError("tokens", f"must be a flat sequence of integers: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError("tokens", f"must be a flat sequence of integers, got {array.dtype} {array.shape}")
     if array.dtype != np.int32 and array.size and not _INT32.min <= array.min() <= array.max() <= _INT32.max:
@@ -137,13 +150,14 @@ def hash_blocks(
         extra_keys: by block index, counted from the first block of `tokens`.
 
     Raises:
-        ConfigError: `tokens` are no token ids, `block_size` is not positive, `parent` is no hash.
+        ConfigError: `tokens` are no token ids, `block_size` is not positive, `parent` is no hash,
+            `extra_keys` are none.
     """
     tokens = as_tokens(tokens)
-    if block_size < 1:
-        raise ConfigError("block_size", f"must be positive, got {block_size!r}")
-    if len(parent) != HASH_BYTES:
-        raise ConfigError("chain", f"must be a hash of {HASH_BYTES} bytes, got {len(parent)}")
+    block_size = expect_integer("block_size", block_size, 1)
+    expect_bytes("parent", parent, HASH_BYTES)
+    if extra_keys is not None:
+        check_extra_keys(extra_keys)
     count = len(tokens) // block_size
     if not count:
         return []
@@ -162,6 +176,24 @@ def hash_blocks(
         last = state.digest()
         hashes.append(last)
     return hashes
+
+
+def check_extra_keys(extra_keys: ExtraKeys) -> None:
+    """Raise `ConfigError` unless these are extra keys: byte strings, listed by block index."""
+    if not isinstance(extra_keys, Mapping):
+        raise ConfigError("extra_keys", f"must map block indices to byte strings, got {shown(extra_keys)}")
+    for index, keys in extra_keys.items():
+        expect_integer("extra_keys", index, 0)
+        _check_keys(keys)
+
+
+def _check_keys(keys: object) -> None:
+    if (
+        not isinstance(keys, Sequence)
+        or isinstance(keys, str | bytes)
+        or not all(isinstance(key, bytes) and len(key) <= _MOST_KEY_BYTES for key in keys)
+    ):
+        raise ConfigError("extra_keys", f"must be lists of byte strings, got {shown(keys)}")
 
 
 def pack_blocks(rows: npt.NDArray[np.int32]) -> list[bytes]:
@@ -185,8 +217,14 @@ def link(parent: bytes, message: bytes) -> bytes:
 
 
 def hash_partial(tokens: Tokens, parent: bytes, extra_keys: Sequence[bytes] = ()) -> bytes:
-    """The hash of one block, full or partly filled, that follows `parent`."""
+    """The hash of one block, full or partly filled, that follows `parent`.
+
+    Raises:
+        ConfigError: `tokens` are no token ids, `parent` is no hash, `extra_keys` are no byte strings.
+    """
     tokens = as_tokens(tokens)
+    expect_bytes("parent", parent, HASH_BYTES)
+    _check_keys(extra_keys)
     message = len(tokens).to_bytes(4, "little") + tokens.tobytes() + pack_keys(extra_keys)
     return link(parent, message)
 

@@ -19,13 +19,22 @@ from types import TracebackType
 from typing import Final
 
 from ..tiers.cold import ColdTier
-from ..tiers.errors import ConfigError
+from ..tiers.errors import ClosedError, ConfigError
 from ..tiers.layout import KVLayout
-from ..tiers.pinned import PinnedArena
-from ..tiers.settings import expect_integer
+from ..tiers.memory import format_bytes
+from ..tiers.pinned import LARGEST_EXTENT, PinnedArena, capacity_for
+from ..tiers.settings import (
+    expect_byte_strings,
+    expect_methods,
+    expect_number,
+    expect_seconds,
+    expect_text,
+    expect_type,
+    shown,
+)
 from .events import Listener
 from .handles import Lease
-from .hashing import space_id
+from .hashing import HASH_BYTES, space_id
 from .policy import make_policy
 from .shared import HostShared
 from .space import HostSpace
@@ -47,13 +56,14 @@ class HostStore:
         host_bytes: capacity of the pinned arena.
         cold: the cold tier, or None. It is closed with the store.
         policy: name of the eviction policy (`kvstore.policy.POLICIES`).
-        device: ``cuda:N`` to page-lock and map the arena for that GPU; None for a machine without one.
+        device: ``cuda:N`` to page-lock and map the arena for that GPU; None or ``cpu`` for a machine without
+            one.
         extent_bytes: size of an extent; None for a size that fits the capacity.
         clean_ahead: share of host memory that is kept copied to the cold tier ahead of eviction.
         cold_deadline: seconds that one background read or write of the cold tier may take.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is of a wrong type or out of range.
         MemoryUnavailableError: the machine does not have `host_bytes`.
     """
 
@@ -68,19 +78,22 @@ class HostStore:
         clean_ahead: float = 0.25,
         cold_deadline: float = 5.0,
     ) -> None:
-        host_bytes = expect_integer("host_bytes", host_bytes, 1)
-        if cold is not None and not callable(getattr(cold, "contains", None)):
-            raise ConfigError(
-                "cold", f"must be a cold tier; open_cold_tier({cold!r}, ...) opens one from a URL or a folder"
+        if cold is not None:
+            expect_methods(
+                "cold",
+                cold,
+                ("put", "get", "contains", "put_note", "get_note", "close"),
+                "a cold tier (open_cold_tier opens one from a URL or a folder)",
             )
-        if not 0.0 <= clean_ahead <= 1.0:
-            raise ConfigError("clean_ahead", f"must be between 0 and 1, got {clean_ahead!r}")
-        if not cold_deadline > 0:
-            raise ConfigError("cold_deadline", f"must be positive seconds, got {cold_deadline!r}")
+        clean_ahead = expect_number("clean_ahead", clean_ahead, 0.0, 1.0)
+        cold_deadline = expect_seconds("cold_deadline", cold_deadline, above=True)
         make_policy(policy, 0)
+        if device is not None:
+            device = None if expect_text("device", device) == "cpu" else device
         self.arena = PinnedArena(host_bytes, extent_bytes=extent_bytes, device=device)
         self.cold = cold
         self.device = device
+        self._extents_chosen = extent_bytes is not None
         self._shared = HostShared(
             self.arena, cold, device, clean_ahead=clean_ahead, cold_deadline=cold_deadline
         )
@@ -99,19 +112,16 @@ class HostStore:
         """Open the space of `layout` and `shard`; the same object for equal ones.
 
         Raises:
-            ConfigError: a block does not fit an extent.
+            ConfigError: a block does not fit an extent, or an argument is of a wrong type.
             ClosedError: the store is closed.
         """
+        name = space_id(layout, shard)
         with self._shared.lock():
             self._shared.check_open()
-            name = space_id(layout, shard)
             space = self._spaces.get(name)
             if space is None:
                 if layout.block_bytes > self.arena.extent_bytes:
-                    raise ConfigError(
-                        "extent_bytes",
-                        f"{self.arena.extent_bytes} bytes do not hold a block of {layout.block_bytes} bytes",
-                    )
+                    raise self._does_not_fit(layout)
                 space = HostSpace(self._shared, layout, shard, name, make_policy(self._policy, 0))
                 self._spaces[name] = space
             return space
@@ -125,7 +135,18 @@ class HostStore:
 
         Returns:
             one lease a space, all of the same length.
+
+        Raises:
+            ConfigError: `spaces` are none, or `hashes` no prefix hashes.
+            ClosedError: the store is closed.
         """
+        if not isinstance(spaces, Sequence):
+            raise ConfigError("spaces", f"must be a list of spaces, got {shown(spaces)}")
+        for space in spaces:
+            expect_type("spaces", space, HostSpace, "a list of spaces")
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        with self._shared.lock():
+            self._shared.check_open()
         leases: list[Lease] = []
         try:
             for space in spaces:
@@ -140,18 +161,30 @@ class HostStore:
         return leases
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener` with every later event of host memory and cold tier; returns how to end it."""
+        """Call `listener` with every later event of host memory and cold tier; returns how to end it.
+
+        Raises:
+            ConfigError: it cannot be called.
+            ClosedError: the store is closed.
+        """
+        with self._shared.lock():
+            self._shared.check_open()
         return self.events.subscribe(listener)
 
     def flush(self, deadline: float = 30.0) -> int:
-        """Write what has no copy in the cold tier there: batch by batch, what would be evicted last first.
+        """Write what has no copy in the cold tier there, batch by batch, in the order of eviction.
+
+        What is written last stays longest where the cold tier must make room: what would be evicted last,
+        and of every prefix its beginning.
 
         Returns:
             how many committed blocks still have no copy after `deadline` seconds.
 
         Raises:
+            ConfigError: `deadline` is no number of seconds.
             ClosedError: the store is closed.
         """
+        deadline = expect_seconds("deadline", deadline)
         shared = self._shared
         with shared.lock():
             shared.check_open()
@@ -172,7 +205,11 @@ class HostStore:
 
         Args:
             drain: seconds to spend on writing to the cold tier what has no copy there.
+
+        Raises:
+            ConfigError: `drain` is no number of seconds; the store is not closed.
         """
+        drain = expect_seconds("drain", drain)
         if self._shared.closed:
             return
         if drain > 0 and self.cold is not None:
@@ -221,8 +258,31 @@ class HostStore:
                 if shared.closed:
                     return
             began = time.monotonic()
-            if not shared.cold_is_due or not sum(space.write_to_cold() for space in self._opened()):
+            try:
+                written = sum(space.write_to_cold() for space in self._opened()) if shared.cold_is_due else 0
+            except ClosedError:
+                if not shared.closed:
+                    _log.error("the cold tier was closed under its host store, which goes on without it")
+                return
+            if not written:
                 # Looking costs a pass over the coldest blocks: not after every single change, and the more
                 # seldom the more of them there are.
                 rest = _CLEAN_REST * (time.monotonic() - began)
                 time.sleep(min(max(_CLEAN_PAUSE_SECONDS, rest), _CLEAN_POLL_SECONDS))
+
+    def _does_not_fit(self, layout: KVLayout) -> ConfigError:
+        """Which setting to change for a block that no extent holds: the one that the user gave."""
+        extent, block = self.arena.extent_bytes, layout.block_bytes
+        if self._extents_chosen:
+            return ConfigError("extent_bytes", f"{extent} bytes do not hold a block of {block} bytes")
+        if block <= LARGEST_EXTENT:
+            return ConfigError(
+                "host_bytes",
+                f"{self.arena.capacity_bytes} bytes are too few for blocks of {block} bytes: give at least "
+                f"{capacity_for(block)}",
+            )
+        return ConfigError(
+            "block_size",
+            f"blocks of {layout.block_size} tokens are {format_bytes(block)} each, and host memory comes in "
+            f"extents of at most {format_bytes(LARGEST_EXTENT)} where extent_bytes does not say otherwise",
+        )

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ..tiers.cold import ColdTier
 from ..tiers.errors import ClosedError
+from ..tiers.settings import expect_seconds
 from .handles import Lease
 
 __all__ = ["ColdLoad", "LoadTarget"]
@@ -61,14 +62,19 @@ class ColdLoad:
         Raises:
             Exception: what the load failed with.
         """
-        return self.wait(0.0)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until it is done, `seconds` at most; returns whether it is. Raises as `done`."""
-        finished = self._finished.wait(seconds)
+        finished = self._finished.is_set()
         if self._error is not None:
             raise self._error
         return finished
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is done, `seconds` at most; returns whether it is. Raises as `done`.
+
+        Raises:
+            ConfigError: `seconds` is no number of seconds.
+        """
+        self._finished.wait(expect_seconds("seconds", seconds))
+        return self.done()
 
     def release(self) -> None:
         """Whoever waited has leases of his own now, or wants the blocks no more. Idempotent."""

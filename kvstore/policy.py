@@ -7,14 +7,17 @@ is leased, referenced or being moved is not in it. Policies are chosen by name (
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ..tiers.errors import ConfigError, IntegrityError
+from ..tiers.errors import IntegrityError
+from ..tiers.settings import expect_choice, expect_integer
 
 __all__ = ["POLICIES", "EvictionPolicy", "Ids", "LRUPolicy", "make_policy"]
+
+_MOST_BLOCKS: Final = (1 << 31) - 1
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 """int32 [n] of block or slot ids, no id twice."""
@@ -62,6 +65,7 @@ class LRUPolicy:
     """
 
     def __init__(self, capacity: int = 0) -> None:
+        capacity = expect_integer("capacity", capacity, 0, _MOST_BLOCKS)
         self._place = np.zeros(capacity, dtype=np.int64)
         self._log = np.empty(max(64, 2 * capacity), dtype=np.int32)
         self._head = 0
@@ -149,7 +153,4 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
     Raises:
         ConfigError: there is no such policy.
     """
-    try:
-        return POLICIES[name](capacity)
-    except KeyError:
-        raise ConfigError("policy", f"must be one of {', '.join(POLICIES)}, got {name!r}") from None
+    return POLICIES[expect_choice("policy", name, POLICIES)](capacity)

@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.address import FAR
-from ..tiers.mover import Transfer
+from ..tiers.mover import Transfer, is_over
 from .device import DeviceTier
 from .far import FarBlocks
 from .handles import Generations
 from .policy import Ids
 from .tables import BlockTable, Words
-from .writeback import is_over
 
 __all__ = ["Promotions"]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .hashing import ExtraKeys, Tokens, as_tokens, hash_blocks, hash_partial
+from ..tiers.settings import expect_bytes, expect_integer
+from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, hash_blocks, hash_partial
 
 __all__ = ["NamedPrompt", "PartialBlock", "name_prompt"]
 
@@ -62,8 +63,14 @@ def name_prompt(
         extra_keys: by block index, see `kvstore.hashing`.
         partial_at: a length at which a sequence with this beginning once slept, so that a partly filled
             block may have been kept there.
+
+    Raises:
+        ConfigError: an argument is of a wrong type or out of range.
     """
     tokens = as_tokens(tokens)
+    expect_bytes("root", root, HASH_BYTES)
+    if partial_at is not None:
+        partial_at = expect_integer("partial_at", partial_at, 0)
     hashes = hash_blocks(tokens, block_size, root, extra_keys)
     partial = None
     if partial_at is not None and 0 < partial_at < len(tokens) and partial_at % block_size:

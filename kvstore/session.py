@@ -8,9 +8,9 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from ..tiers.errors import RecordError
+from ..tiers.errors import ConfigError, RecordError
 from .handles import Generations
-from .hashing import HASH_BYTES, ExtraKeys, as_tokens, hash_blocks, hash_partial
+from .hashing import HASH_BYTES, ExtraKeys, as_tokens, check_extra_keys, hash_blocks, hash_partial
 from .policy import Ids
 from .prompt import PartialBlock
 
@@ -106,8 +106,9 @@ class SessionRecord:
         """
         try:
             version, root, length, tokens, keys = msgpack.unpackb(data, raw=False)
-            extra_keys = {int(at): tuple(map(bytes, of_block)) for at, *of_block in keys}
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            extra_keys = {at: tuple(of_block) for at, *of_block in keys}
+            check_extra_keys(extra_keys)
+        except (ValueError, TypeError, ConfigError, msgpack.UnpackException) as error:
             raise RecordError(f"not a session record: {error}") from error
         whole = (
             version == _VERSION

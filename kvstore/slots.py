@@ -294,16 +294,20 @@ class SlotRecords:
         candidates = self._policy.coldest(ahead)
         return candidates[~self.in_cold[candidates] & ~self._cleaning[candidates]]
 
-    def latest_dirty(self, limit: int) -> Ids:
-        """Up to `limit` of the blocks that have no copy in the cold tier: those that would be evicted last.
+    def next_dirty(self, limit: int) -> Ids:
+        """Up to `limit` of the blocks that have no copy in the cold tier: those that would be evicted first.
 
         In the order of eviction, a prefix's root after its leaves: a cold tier that must make room forgets
-        what was written first.
+        what was written first. What is leased comes last, in the reverse of the order of commits.
         """
-        held = np.flatnonzero((self._state == _COMMITTED) & (self.leases > 0)).astype(np.int32)
-        slots = np.concatenate([self._policy.coldest(len(self._policy)), held])
-        dirty: Ids = slots[~self.in_cold[slots] & ~self._cleaning[slots]]
-        return dirty[max(0, len(dirty) - limit) :]
+        ranked = self._policy.coldest(len(self._policy))
+        dirty: Ids = ranked[~self.in_cold[ranked] & ~self._cleaning[ranked]][:limit]
+        if len(dirty) < limit:
+            held = (self._state == _COMMITTED) & (self.leases > 0) & ~self.in_cold & ~self._cleaning
+            if held.any():
+                slots = np.fromiter(self.index.values(), np.int32, len(self.index))[::-1]
+                dirty = np.concatenate([dirty, slots[held[slots]][: limit - len(dirty)]])
+        return dirty
 
     def start_cleaning(self, slots: Ids) -> None:
         """These are being copied to the cold tier: they stay until `end_cleaning`."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.errors import ConfigError, LayoutError, StaleHandleError
 from ..tiers.layout import KVLayout
+from ..tiers.settings import expect_byte_strings, expect_bytes, expect_integer, expect_seconds
 from .events import EventKind
 from .handles import Generations, Lease, Reservation, ReserveStatus
 from .hashing import HASH_BYTES, Tokens, hash_blocks
@@ -42,6 +43,9 @@ _ROOM_POLL_SECONDS: Final = 0.02
 class HostSpace:
     """One layout and shard in a `HostStore`. Open it with `HostStore.space`; call it from any thread.
 
+    Calls raise `ClosedError` once the store is closed; its leases ended then. Arguments of a wrong type or
+    out of range raise `ConfigError`; arrays of slots and generations, which come from here, are not checked.
+
     Slots are numbered by extent: slot ``s`` is the ``s % slots_per_extent``-th place of extent
     ``s // slots_per_extent``. Across processes slots travel as these numbers, never as addresses.
 
@@ -66,6 +70,11 @@ class HostSpace:
         shared.join(self._room)
 
     # Where slots are
+
+    @property
+    def closed(self) -> bool:
+        """Whether the store is closed."""
+        return self._shared.closed
 
     @property
     def capacity(self) -> int:
@@ -99,6 +108,7 @@ class HostSpace:
 
     def addresses(self, slots: Ids) -> npt.NDArray[np.int64]:
         """Addresses of slots in this process, int64 [n]. On a GPU, add `device_delta`."""
+        self._shared.check_open()
         slots = slots.astype(np.int64)
         extent = slots // self.slots_per_extent
         place = slots - extent * self.slots_per_extent
@@ -110,6 +120,7 @@ class HostSpace:
 
     def slots_at(self, addresses: npt.NDArray[np.int64]) -> Ids:
         """The inverse of `addresses`; tags in the low seven bits are ignored."""
+        self._shared.check_open()
         arena = self._shared.arena
         offsets = addresses - arena.base
         extent = offsets // arena.extent_bytes
@@ -119,12 +130,19 @@ class HostSpace:
 
     def readable_in_place(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """Whether attention may read these slots where they lie: page-locked, or no GPU is in play."""
+        self._shared.check_open()
         if self._shared.device is None:
             return np.ones(len(slots), dtype=np.bool_)
         return self._shared.arena.is_page_locked(slots // self.slots_per_extent)
 
     def view(self, slot: int) -> memoryview:
-        """The bytes of one slot, writable. Write only what is reserved; read only what is leased."""
+        """The bytes of one slot, writable. Write only what is reserved; read only what is leased.
+
+        Raises:
+            ConfigError: there is no such slot.
+        """
+        self._shared.check_open()
+        slot = expect_integer("slot", slot, 0, self.capacity - 1)
         extent, place = divmod(slot, self.slots_per_extent)
         arena = self._shared.arena
         return arena.view(
@@ -151,12 +169,16 @@ class HostSpace:
                 seems to have; None asks nothing.
 
         Raises:
-            ConfigError: neither hashes, nor tokens and chain.
+            ConfigError: neither hashes, nor tokens and chain, or both.
         """
-        if hashes is None:
-            if tokens is None or chain is None:
-                raise ConfigError("match", "wants hashes, or tokens and the root of their chain")
-            hashes = hash_blocks(tokens, self.layout.block_size, chain)
+        if hashes is None and tokens is not None and chain is not None:
+            hashes = hash_blocks(tokens, self.layout.block_size, expect_bytes("chain", chain, HASH_BYTES))
+        elif hashes is None or tokens is not None or chain is not None:
+            raise ConfigError("hashes", "give these, or tokens and the root of their chain")
+        else:
+            hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        if cold_deadline is not None:
+            cold_deadline = expect_seconds("cold_deadline", cold_deadline)
         shared = self._shared
         with shared.lock():
             lease = self._lease_leading(hashes)
@@ -169,6 +191,7 @@ class HostSpace:
 
     def lease_resident(self, hashes: Sequence[bytes]) -> Lease:
         """`match` that does not count hits and misses."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         with self._shared.lock():
             return self._lease_leading(hashes)
 
@@ -191,6 +214,7 @@ class HostSpace:
             StaleHandleError: a slot is not leased under this generation; the others are released.
         """
         with self._shared.lock():
+            self._shared.check_open()
             good = self._records.leased(slots, generations)
             self._drop_leases(slots if good.all() else slots[good])
             if not good.all():
@@ -206,10 +230,13 @@ class HostSpace:
             wait: seconds to wait for room that the background writer is making.
 
         Raises:
-            ConfigError: a hash has another length than 16 bytes.
+            ConfigError: a hash is not 16 bytes.
         """
-        if not set(map(len, hashes)) <= {HASH_BYTES}:
-            raise ConfigError("hashes", f"must be {HASH_BYTES} bytes each")
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        return self.reserve_named(hashes, wait=expect_seconds("wait", wait))
+
+    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+        """`reserve` that trusts its arguments: for names made by `kvstore.hashing`, in an engine's step."""
         end = time.monotonic() + wait
         shared, records = self._shared, self._records
         with shared.lock():
@@ -251,6 +278,7 @@ class HostSpace:
         """
         shared = self._shared
         with shared.lock():
+            shared.check_open()
             good = self._records.reserved(slots, generations)
             mine = slots if good.all() else slots[good]
             names = self._records.commit(mine, shared.tick(), in_cold=in_cold)
@@ -266,9 +294,11 @@ class HostSpace:
         Raises:
             StaleHandleError: a slot is not reserved under this generation; the others are freed.
         """
+        self._shared.check_open()
         if not len(slots):
             return
         with self._shared.lock():
+            self._shared.check_open()
             good = self._records.reserved(slots, generations)
             self._records.abort(slots[good])
             if not good.all():
@@ -287,8 +317,10 @@ class HostSpace:
         Raises:
             LayoutError: `blocks` has another shape.
         """
-        self._check_blocks(blocks, len(hashes))
-        with self.reserve(hashes, wait=wait) as reservation:
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        wait = expect_seconds("wait", wait)
+        self._check_blocks("blocks", blocks, len(hashes))
+        with self.reserve_named(hashes, wait=wait) as reservation:
             new = reservation.new
             if len(new):
                 source = blocks.ctypes.data + new * blocks.strides[0]
@@ -300,23 +332,29 @@ class HostSpace:
         """Copy the leading resident blocks out.
 
         Args:
-            out: uint8 [at least len(hashes), block_bytes], each row contiguous.
+            out: uint8 [at least len(hashes), block_bytes], each row contiguous, none over another.
 
         Returns:
             how many blocks were copied.
 
         Raises:
-            LayoutError: `out` has another shape.
+            LayoutError: `out` has another shape, or cannot be written.
         """
-        self._check_blocks(out, len(hashes))
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        self._check_blocks("out", out, len(hashes))
+        if not out.flags.writeable or (len(out) > 1 and abs(out.strides[0]) < self.layout.block_bytes):
+            raise LayoutError("out must be writable, and its rows must not lie over each other")
         with self.match(hashes) as lease:
             if len(lease):
                 target = out.ctypes.data + np.arange(len(lease)) * out.strides[0]
                 self._copy(self.addresses(lease.slots), target)
             return len(lease)
 
-    def _check_blocks(self, blocks: npt.NDArray[np.uint8], count: int) -> None:
+    def _check_blocks(self, what: str, blocks: npt.NDArray[np.uint8], count: int) -> None:
         size = self.layout.block_bytes
+        wanted = f"{what} must be uint8 [{count}, {size}] with contiguous rows"
+        if not isinstance(blocks, np.ndarray):
+            raise LayoutError(f"{wanted}, got a {type(blocks).__name__}")
         if (
             blocks.dtype != np.uint8
             or blocks.ndim != 2
@@ -324,10 +362,7 @@ class HostSpace:
             or blocks.shape[1] != size
             or blocks.strides[1] != 1
         ):
-            raise LayoutError(
-                f"blocks must be uint8 [{count}, {size}] with contiguous rows, "
-                f"got {blocks.dtype} {list(blocks.shape)}"
-            )
+            raise LayoutError(f"{wanted}, got {blocks.dtype} {list(blocks.shape)}")
 
     def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
         self._shared.mover.copy_now(source, target, self.layout.block_bytes)
@@ -336,6 +371,7 @@ class HostSpace:
 
     def pin(self, hashes: Sequence[bytes]) -> int:
         """Keep resident blocks in host memory until `unpin`; returns how many leading ones were there."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         with self._shared.lock():
             self._shared.check_open()
             slots = self._records.resident(hashes)
@@ -344,7 +380,9 @@ class HostSpace:
 
     def unpin(self, hashes: Sequence[bytes]) -> int:
         """End a pin; returns how many of the blocks were pinned."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         with self._shared.lock():
+            self._shared.check_open()
             slots = self._records.unpin(hashes)
             self._drop_leases(slots)
             return len(slots)
@@ -355,7 +393,9 @@ class HostSpace:
         Returns:
             how many went.
         """
+        count = expect_integer("count", count, 0)
         with self._shared.lock():
+            self._shared.check_open()
             return self._room.evict(count, spare_dirty=False)
 
     # From the cold tier
@@ -365,6 +405,7 @@ class HostSpace:
 
         What has not arrived after `deadline` seconds goes on loading and serves the next request.
         """
+        deadline = expect_seconds("deadline", deadline)
         load = self.start_load(hashes)
         try:
             load.wait(deadline)
@@ -375,7 +416,7 @@ class HostSpace:
     def start_load(self, hashes: Sequence[bytes]) -> ColdLoad:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
         shared = self._shared
-        load = ColdLoad(self, hashes)
+        load = ColdLoad(self, expect_byte_strings("hashes", hashes, HASH_BYTES))
         with shared.lock():
             shared.check_open()
             if load.missing and shared.cold is not None:
@@ -404,7 +445,7 @@ class HostSpace:
             # Not further than to what is resident: it may have to make room for what comes first.
             index = self._records.index
             batch = batch[: next((at for at, name in enumerate(batch) if name in index), None)]
-        with self.reserve(batch, wait=deadline) as reservation:
+        with self.reserve_named(batch, wait=deadline) as reservation:
             new = reservation.new
             names = [batch[at] for at in new.tolist()]
             views = [self.view(slot) for slot in reservation.slots[new].tolist()]
@@ -437,21 +478,22 @@ class HostSpace:
     # To the cold tier
 
     def write_to_cold(self, *, flush: bool = False, until: float | None = None) -> int:
-        """Copy one batch of blocks to the cold tier: those about to be evicted, or any when flushing.
+        """Copy one batch of blocks to the cold tier, those first that would be evicted first.
 
         Args:
-            flush: also blocks that are not about to be evicted: those that would be evicted last.
+            flush: also blocks that are not about to be evicted.
             until: when to be done at the latest, by `time.monotonic`.
 
         Returns:
             how many were written; 0 when there is nothing to do or the tier did not take any.
         """
         shared, records = self._shared, self._records
+        shared.check_open()
         if shared.cold is None:
             return 0
         limit = max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)
         with shared.lock():
-            slots = records.latest_dirty(limit) if flush else self._room.to_clean()[:limit]
+            slots = records.next_dirty(limit) if flush else self._room.to_clean()[:limit]
             if not len(slots):
                 return 0
             records.start_cleaning(slots)
@@ -481,15 +523,18 @@ class HostSpace:
 
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
         """Keep a small named record in the cold tier; False where there is none or it did not take it."""
-        cold = self._shared.cold
-        return cold is not None and cold.put_note(self.id + name, value, deadline) == ColdStatus.OK
+        self._shared.check_open()
+        key, cold = self.id + expect_bytes("name", name), self._shared.cold
+        expect_bytes("value", value)
+        return cold is not None and cold.put_note(key, value, deadline) == ColdStatus.OK
 
     def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
         """A named record from the cold tier, or None."""
-        cold = self._shared.cold
+        self._shared.check_open()
+        key, cold = self.id + expect_bytes("name", name), self._shared.cold
         if cold is None:
             return None
-        status, value = cold.get_note(self.id + name, deadline)
+        status, value = cold.get_note(key, deadline)
         return value if status == ColdStatus.OK else None
 
     def check_integrity(self) -> None:

@@ -13,34 +13,39 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.address import FAR
-from ..tiers.errors import IntegrityError
+from ..tiers.errors import ClosedError, ConfigError, IntegrityError, RequestError
 from ..tiers.layout import KVLayout
 from ..tiers.mover import Mover
-from ..tiers.settings import expect_integer
+from ..tiers.settings import (
+    expect_bytes,
+    expect_integer,
+    expect_methods,
+    expect_seconds,
+    expect_text,
+    expect_type,
+    shown,
+)
 from .attach import Attacher, Found
 from .chains import RowChains
 from .device import DeviceTier
 from .events import Listener
 from .far import FarBlocks
-from .hashing import ExtraKeys, Tokens, as_tokens, space_id
+from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, space_id
 from .host import HostStore
 from .loading import ColdLoad
 from .promotion import Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
 from .session import SessionRecord, SleepingSequence
 from .stats import StoreStats
-from .tables import BlockTable
+from .tables import MOST_ROWS, BlockTable
 from .tails import SharedTails
 
 __all__ = ["NamedPrompt", "Opened", "Sharing", "TieredStore"]
-
-_MOST_SEQUENCES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,10 @@ class Sharing:
 class TieredStore:
     """Block tables, sharing, copy-on-write, promotion, sleep and wake for one engine on one device.
 
+    Calls raise `ClosedError` once it is closed, `ConfigError` for arguments of a wrong type or out of range,
+    and `RequestError` for a row that is not in use. Arrays of rows, counts and tokens, which come with every
+    step, are not checked.
+
     Args:
         layout: how a block lies in memory.
         device_blocks: blocks of the device tier.
@@ -90,7 +99,8 @@ class TieredStore:
         mover: copies blocks; None makes one for the device.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is of a wrong type or out of range.
+        ClosedError: `host` is closed.
         MemoryUnavailableError: the device does not have that many blocks.
     """
 
@@ -107,13 +117,18 @@ class TieredStore:
         shard: str = "",
         mover: Mover | None = None,
     ) -> None:
-        expect_integer("device_blocks", device_blocks, 1, 2**31 - 1)
-        expect_integer("max_sequences", max_sequences, 1, _MOST_SEQUENCES)
-        self.layout = layout
-        self.root = root
-        self.device = device
         self.space = space_id(layout, shard)
+        device_blocks = expect_integer("device_blocks", device_blocks, 1, 2**31 - 1)
+        max_sequences = expect_integer("max_sequences", max_sequences, 1, MOST_ROWS)
+        if host is not None:
+            expect_type("host", host, HostStore, "a HostStore or None")
+        if mover is not None:
+            expect_methods("mover", mover, ("copy", "close"), "a mover of blocks or None")
+        self.layout = layout
+        self.root = expect_bytes("root", root, HASH_BYTES)
+        self.device = expect_text("device", device)
         self.host = host.space(layout, shard=shard) if host is not None else None
+        self._closed = False
         self.stats = StoreStats()
         self.table = BlockTable(max_sequences, track_changes=device != "cpu")
         self.lengths = np.zeros(max_sequences, dtype=np.int64)
@@ -164,6 +179,7 @@ class TieredStore:
             cold_deadline: seconds to wait for blocks from the cold tier.
 
         Raises:
+            ConfigError: an argument is of a wrong type or out of range.
             CapacityError: every row is in use.
         """
         prompt = self.name_prompt(tokens, root=root, extra_keys=extra_keys, partial_at=partial_at)
@@ -183,13 +199,16 @@ class TieredStore:
 
     def open_named(self, prompt: NamedPrompt, *, cold_deadline: float = 0.0) -> Opened:
         """`open` for a prompt that was named before."""
+        self._check_open()
+        expect_type("prompt", prompt, NamedPrompt, "a prompt from name_prompt")
+        cold_deadline = expect_seconds("cold_deadline", cold_deadline)
         row = self.table.take_row()
         self._chains.start(row, prompt.root, prompt.hashes, prompt.extra_keys)
         try:
             usable = prompt.hashes[: prompt.usable]
             opened = self._attach(row, Found(), usable, prompt.partial, cold_deadline)
         except BaseException:
-            self.close_row(row)
+            self._close_row(row)
             raise
         filled = opened.length % self.layout.block_size
         if filled:
@@ -198,6 +217,8 @@ class TieredStore:
 
     def resident_blocks(self, prompt: NamedPrompt) -> int:
         """How many leading blocks of a prompt `open_named` would find in the device tier."""
+        self._check_open()
+        expect_type("prompt", prompt, NamedPrompt, "a prompt from name_prompt")
         return len(self.pool.match(prompt.hashes[: prompt.usable]))
 
     def start_load(self, prompt: NamedPrompt) -> ColdLoad | None:
@@ -206,13 +227,16 @@ class TieredStore:
         Returns:
             the load to wait for; None where everything is near, or there is nothing below.
         """
+        expect_type("prompt", prompt, NamedPrompt, "a prompt from name_prompt")
         return self._start_load(prompt.hashes[: prompt.usable], prompt.partial)
 
     def start_load_sleeping(self, sleeping: SleepingSequence) -> ColdLoad | None:
         """Start bringing a sleeping sequence's blocks up from the cold tier, ahead of `wake`."""
+        expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
         return self._start_load(sleeping.hashes, sleeping.partial_block)
 
     def _start_load(self, hashes: Sequence[bytes], partial: PartialBlock | None) -> ColdLoad | None:
+        self._check_open()
         if self.host is None:
             return None
         names = list(hashes)
@@ -227,6 +251,7 @@ class TieredStore:
         Raises:
             CapacityError: every row is in use.
         """
+        self._check_row(row)
         other = self.table.take_row()
         length = int(self.lengths[row])
         self._attacher.share(row, other, self.layout.blocks_for(length))
@@ -238,6 +263,10 @@ class TieredStore:
 
     def close_row(self, row: int) -> None:
         """The sequence is over. Its full blocks stay cached; its row and the rest are free."""
+        self._check_row(row)
+        self._close_row(row)
+
+    def _close_row(self, row: int) -> None:
         self._attacher.let_go(row, self.table.row(row))
         self._tails.shared[row] = False
         self.lengths[row] = 0
@@ -250,6 +279,7 @@ class TieredStore:
         The partly filled last block is kept under the hash of its tokens. Copies go on in the background;
         the blocks leave the device tier when room is wanted.
         """
+        self._check_row(row)
         length = int(self.lengths[row])
         full = length // self.layout.block_size
         chains = self._chains
@@ -262,7 +292,7 @@ class TieredStore:
             partial=self._keep_partial(row, length),
             places=self._attacher.places(self.table.row(row)[:full]),
         )
-        self.close_row(row)
+        self._close_row(row)
         self._device.start_write_back()
         self.stats.slept += 1
         return sleeping
@@ -279,6 +309,9 @@ class TieredStore:
         Raises:
             CapacityError: every row is in use.
         """
+        self._check_open()
+        expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
+        cold_deadline = expect_seconds("cold_deadline", cold_deadline)
         row = self.table.take_row()
         self._chains.start(row, sleeping.root, sleeping.hashes, sleeping.extra_keys)
         self._chains.set_tail(row, sleeping.tail)
@@ -286,13 +319,14 @@ class TieredStore:
             found = self._attacher.find_again(row, sleeping.places, sleeping.hashes)
             opened = self._attach(row, found, sleeping.hashes, sleeping.partial_block, cold_deadline)
         except BaseException:
-            self.close_row(row)
+            self._close_row(row)
             raise
         self.stats.woken += 1
         return opened
 
     def cached_blocks(self, sleeping: SleepingSequence) -> int:
         """How many of `available_blocks` waking a sequence would hold again."""
+        expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
         blocks = sleeping.places.device_blocks
         there = self.pool.generations[blocks] == sleeping.places.device_generations
         return int(np.count_nonzero(there & (self.pool.refs[blocks] == 0)))
@@ -320,6 +354,7 @@ class TieredStore:
             CapacityError: the device tier has no room; no row was given any, though shared tails may have
                 become private.
         """
+        self._check_open()
         size = self.layout.block_size
         shared = self._tails.shared[rows]
         if shared.any():
@@ -346,6 +381,7 @@ class TieredStore:
         Args:
             tokens: int32 [n], the tokens from the row's length on.
         """
+        self._check_open()
         before = int(self.lengths[row])
         self.lengths[row] = before + len(tokens)
         names = self._chains.extend(row, before, tokens)
@@ -361,6 +397,7 @@ class TieredStore:
             rows: int64 [n], no row twice; their prompts are through.
             tokens: int32 [n], the tokens whose KV it is (the step's inputs, not what it sampled).
         """
+        self._check_open()
         size = self.layout.block_size
         lengths = self.lengths[rows]
         places = lengths % size
@@ -377,6 +414,7 @@ class TieredStore:
         Raises:
             Exception: what a copy failed with.
         """
+        self._check_open()
         if self._far is not None:
             self._far.release_ended()
         if self._promotions:
@@ -394,6 +432,9 @@ class TieredStore:
         Returns:
             how many blocks were started.
         """
+        self._check_row(row)
+        if not isinstance(limit, int) or limit > 0:  # less than none is none
+            limit = expect_integer("limit", limit, 0)
         if self._far is None or self._promotions is None or not self._far.counts[row]:
             return 0
         words = self.table.row(row)
@@ -419,6 +460,8 @@ class TieredStore:
         Returns:
             how many went.
         """
+        self._check_row(row)
+        count = expect_integer("count", count, 0)
         if self._far is None or self.host is None:
             return 0
         device, pool = self._device, self.pool
@@ -451,7 +494,8 @@ class TieredStore:
         Returns:
             how many went.
         """
-        return self._device.evict(count)
+        self._check_open()
+        return self._device.evict(expect_integer("count", count, 0))
 
     def sharing(self) -> Sharing:
         """How much of what the block tables hold is held by several rows."""
@@ -463,6 +507,7 @@ class TieredStore:
 
     def flush(self) -> None:
         """Wait until every full block has its copy in host memory, as far as there is room."""
+        self._check_open()
         self._device.flush()
 
     # Sessions in the cold tier
@@ -477,9 +522,15 @@ class TieredStore:
         Returns:
             False where there is no cold tier or it did not take the record.
         """
+        self._check_open()
+        expect_text("name", name)
+        expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
+        tokens = as_tokens(tokens)
+        if len(tokens) < sleeping.length:
+            raise ConfigError("tokens", f"must be all {sleeping.length} of the sequence, got {len(tokens)}")
         if self.host is None:
             return False
-        record = SessionRecord(sleeping.root, sleeping.length, as_tokens(tokens), sleeping.extra_keys)
+        record = SessionRecord(sleeping.root, sleeping.length, tokens, sleeping.extra_keys)
         return self.host.put_note(_session_key(sleeping.root, name), record.pack())
 
     def find_session(self, name: str, *, root: bytes | None = None) -> SessionRecord | None:
@@ -492,7 +543,9 @@ class TieredStore:
         Raises:
             RecordError: there is a record, of another version.
         """
-        root = self.root if root is None else root
+        self._check_open()
+        expect_text("name", name)
+        root = self.root if root is None else expect_bytes("root", root, HASH_BYTES)
         data = self.host.get_note(_session_key(root, name)) if self.host is not None else None
         if data is None:
             return None
@@ -503,14 +556,22 @@ class TieredStore:
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with every later event of the device tier; returns how to end it."""
+        self._check_open()
         return self.events.subscribe(listener)
 
     def close(self) -> None:
-        """Finish copies under way and give the device memory back. The host store is not closed."""
+        """Finish copies under way and give the device memory back. The host store is not closed. Idempotent.
+
+        Where the host store was closed before, nothing is copied to it: rows and leases ended with it.
+        """
+        if self._closed:
+            return
+        self._closed = True
         with ExitStack() as rest:
             rest.callback(self._device.close)
-            rest.callback(self._let_go)
-            self.flush()
+            if self.host is None or not self.host.closed:
+                rest.callback(self._let_go)
+                self._device.flush()
 
     def _let_go(self) -> None:
         """End promotions, rows and leases."""
@@ -518,7 +579,7 @@ class TieredStore:
             if self._far is not None:
                 rest.callback(self._far.release_ended)
             for row in self.table.rows_in_use.tolist():
-                rest.callback(self.close_row, row)
+                rest.callback(self._close_row, row)
             if self._promotions is not None:
                 self._promotions.finish_all()
 
@@ -556,6 +617,16 @@ class TieredStore:
             self._far.check_integrity(far)
 
     # Inside
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the tiered store is closed")
+
+    def _check_row(self, row: int) -> None:
+        """Raise `RequestError` unless this is the row of a sequence."""
+        self._check_open()
+        if not self.table.in_use(row):
+            raise RequestError(f"row {shown(row)} of the block table is not in use")
 
     def _attach(
         self,

@@ -6,14 +6,19 @@ mirror of it, brought up to date with `take_changes`.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import CapacityError
+from ..tiers.settings import expect_flag, expect_integer
 
-__all__ = ["BlockTable", "Words"]
+__all__ = ["MOST_ROWS", "BlockTable", "Words"]
+
+MOST_ROWS: Final = 1 << 16
+"""Sequences that may run at a time."""
+_MOST_WIDTH: Final = 1 << 20
 
 Words: TypeAlias = npt.NDArray[np.int64]
 
@@ -26,6 +31,9 @@ class BlockTable:
     """
 
     def __init__(self, rows: int, width: int = 64, *, track_changes: bool = False) -> None:
+        rows = expect_integer("rows", rows, 1, MOST_ROWS)
+        width = expect_integer("width", width, 1, _MOST_WIDTH)
+        track_changes = expect_flag("track_changes", track_changes)
         self.words: Words = np.zeros((rows, width), dtype=np.int64)
         self.counts = np.zeros(rows, dtype=np.int32)
         self._free = list(range(rows - 1, -1, -1))
@@ -44,6 +52,10 @@ class BlockTable:
     def rows_in_use(self) -> npt.NDArray[np.int64]:
         """int64 [n], ascending."""
         return np.flatnonzero(self._used)
+
+    def in_use(self, row: int) -> bool:
+        """Whether somebody holds this row."""
+        return isinstance(row, int | np.integer) and 0 <= row < len(self._used) and bool(self._used[row])
 
     def take_row(self) -> int:
         """The lowest free row, so that running sequences stay in the first rows.

@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from ..tiers.arena import DeviceArena
 from ..tiers.errors import ClosedError, StaleHandleError
-from ..tiers.mover import Mover, Transfer
+from ..tiers.mover import Mover, Transfer, is_over
 from .handles import Reservation, ReserveStatus
 from .policy import Ids
 from .pool import BlockPool
 from .space import HostSpace
 from .stats import StoreStats
 
-__all__ = ["WriteBack", "is_over"]
+__all__ = ["WriteBack"]
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,9 @@ class WriteBack:
                 self.start()
 
     def start(self, *, wait: float = 0.0) -> None:
-        """Reserve host slots for everything queued and start copying. What is denied stays queued.
+        """Reserve host slots for everything queued and start copying.
+
+        What is denied stays queued, and so does what others are writing: they may give it up.
 
         Args:
             wait: seconds to wait for room in host memory.
@@ -112,7 +114,7 @@ class WriteBack:
             return
         if time.monotonic() < self._retry_at:
             wait = 0.0
-        reservation = self._host.reserve(pool.hashes_of(asked), wait=wait)
+        reservation = self._host.reserve_named(pool.hashes_of(asked), wait=wait)
         status = reservation.status
         present = np.flatnonzero(status == ReserveStatus.PRESENT)
         pool.host_slots[asked[present]] = reservation.slots[present]
@@ -131,9 +133,13 @@ class WriteBack:
                 raise
             pool.moving[moving] = True
             self._writes.append(_Write(transfer, reservation, new, moving))
-        denied = asked[status == ReserveStatus.DENIED]
-        if len(denied):
-            self.add(denied)
+        denied = status == ReserveStatus.DENIED
+        again = asked[denied | (status == ReserveStatus.PENDING)]
+        if len(again):
+            # Not counted: no number of blocks that wait for others makes a batch that is worth trying.
+            self._queue.append((again, pool.generations[again]))
+            self._due_at = time.monotonic() + _RETRY_SECONDS
+        if denied.any():
             # Who waited in vain does not wait again before long: it may be a step of an engine that waits.
             self._retry_at = time.monotonic() + max(_RETRY_SECONDS, 4 * wait)
 
@@ -188,14 +194,4 @@ class WriteBack:
                 )
             self._stats.refused += count
             return False
-        return True
-
-
-def is_over(transfer: Transfer) -> bool:
-    """Whether a copy came to its end, good or bad; `Transfer.wait` then tells which, at once."""
-    try:
-        return transfer.done()
-    except Exception:
-        if transfer.error is None:
-            raise
         return True

@@ -117,15 +117,15 @@ class TestSlotAllocator:
     @pytest.mark.parametrize(("first", "count"), [(-1, 2), (0, -1), (2**31 - 1, 2)])
     def test_ranges_outside_int32_are_refused(self, first: int, count: int) -> None:
         allocator = SlotAllocator()
-        with pytest.raises(ConfigError, match="slots"):
+        with pytest.raises(ConfigError, match=r"first|count"):
             allocator.add(first, count)
-        with pytest.raises(ConfigError, match="slots"):
+        with pytest.raises(ConfigError, match=r"first|count"):
             allocator.remove(first, count)
 
     def test_negative_numbers_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="num_slots"):
             SlotAllocator(-1)
-        with pytest.raises(ConfigError, match="n: must not be negative"):
+        with pytest.raises(ConfigError, match="n: must be an integer of at least 0"):
             SlotAllocator(4).allocate(-1)
 
 
@@ -233,7 +233,7 @@ class TestDeviceArena:
 
     @pytest.mark.parametrize("block_bytes", [0, -128, 100, 4095])
     def test_block_bytes_are_a_multiple_of_128(self, block_bytes: int) -> None:
-        with pytest.raises(ConfigError, match="block_bytes: must be a positive multiple of 128"):
+        with pytest.raises(ConfigError, match=r"block_bytes: must be .* 128"):
             DeviceArena(block_bytes, 4)
 
     def test_wrong_settings_are_named(self) -> None:
@@ -246,6 +246,8 @@ class TestDeviceArena:
     def test_want_of_memory_names_the_setting_and_what_there_is(self) -> None:
         with pytest.raises(MemoryUnavailableError, match=r"device_blocks: .* but only .*iB is .* blocks fit"):
             DeviceArena(1 << 30, 1 << 20)
+        with pytest.raises(MemoryUnavailableError, match=r"block_size: one block is 1024\.0 TiB"):
+            DeviceArena(1 << 50, 1)
 
     @pytest.mark.gpu
     def test_vram_is_one_slab_of_a_cuda_device(self) -> None:

@@ -282,7 +282,7 @@ def test_the_url_decides_which_tier_is_opened(redis_urls: Callable[[str], str], 
     [
         ("memcached://localhost", {}, "cold.url: must begin with redis://"),
         ("disk://relative", {"capacity_bytes": 1 << 20}, "cold.url: .* needs an absolute path"),
-        ("", {"capacity_bytes": 1 << 20}, "cold.url: '' names no folder"),
+        ("", {"capacity_bytes": 1 << 20}, "cold.url: must be a path, got ''"),
         ("/tmp/x", {}, "cold.capacity_bytes: is needed"),
         ("/tmp/x", {"capacity_bytes": 1 << 20, "ttl": 3}, "cold.ttl: is for a Redis"),
         ("redis://localhost", {"capacity_bytes": 1 << 20}, "cold.capacity_bytes: is for a disk"),

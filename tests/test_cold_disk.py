@@ -220,8 +220,8 @@ def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
         DiskColdTier(tmp_path, capacity_bytes=1 << 20)
 
 
-def test_files_that_are_not_the_tiers_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "00").mkdir()
+def test_files_that_others_put_into_a_tiers_folder_are_left_alone(tmp_path: Path) -> None:
+    DiskColdTier(tmp_path, capacity_bytes=2 * ROOM).close()
     foreign = [tmp_path / "letter.txt", tmp_path / "00" / "notes", tmp_path / "00" / ("a" * 64 + ".txt")]
     for path in foreign:
         path.write_text("keep me")
@@ -229,6 +229,44 @@ def test_files_that_are_not_the_tiers_are_left_alone(tmp_path: Path) -> None:
     tier.put(SPACE, hashes_of(5), views(blocks_of(5)))
     tier.close()
     assert all(path.read_text() == "keep me" for path in foreign)
+
+
+def test_a_folder_of_somebody_else_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("keep me")
+    with pytest.raises(ConfigError, match=r"cold\.path: .* is not empty .* holds 'letter\.txt'"):
+        DiskColdTier(tmp_path, capacity_bytes=1 << 20)
+    assert os.listdir(tmp_path) == ["letter.txt"]
+
+
+@pytest.mark.parametrize(
+    "left", [[], ["kvpager-cold.lock"], ["kvpager-cold.lock", "kvpager-cold.unfinished"]]
+)
+def test_what_an_opener_that_was_killed_left_and_a_file_systems_own_folder_are_no_hindrance(
+    tmp_path: Path, left: tuple[str, ...]
+) -> None:
+    (tmp_path / "lost+found").mkdir()
+    for name in left:
+        (tmp_path / name).write_text("")
+    DiskColdTier(tmp_path, capacity_bytes=1 << 20).close()
+
+
+def test_a_tier_that_an_earlier_version_wrote_still_opens(tmp_path: Path) -> None:
+    """Marker and record as the first release wrote them, beside files that it let others have there."""
+    (tmp_path / "letter.txt").write_text("keep me")
+    (tmp_path / "kvpager-cold").write_text("kvpager cold tier on disk, format 1\n")
+    (tmp_path / "68").mkdir()
+    (tmp_path / "68" / f"{'73' * 16}{'68' * 16}.2a50a125d5fb").write_bytes(
+        bytes.fromhex(
+            "4b565052010000000800000000000000080000000000010057767824de424505"
+            f"{'73' * 16}{'68' * 16}{'00' * 16}41f50cfb57e4906ce98b7f4947162296"
+        )
+        + b"payload!"
+    )
+    tier = DiskColdTier(tmp_path, capacity_bytes=1 << 20)
+    into = bytearray(8)
+    assert tier.get(b"s" * 16, [b"h" * 16], [memoryview(into)]).tolist() == [OK]
+    assert into == b"payload!"
+    tier.close()
 
 
 @pytest.mark.parametrize(

@@ -260,5 +260,5 @@ def test_what_would_have_to_be_cut_to_a_token_id_is_refused(tokens: Any) -> None
 def test_a_block_size_or_a_parent_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="block_size"):
         hash_blocks([1] * 16, 0, bytes(16))
-    with pytest.raises(ConfigError, match="chain"):
+    with pytest.raises(ConfigError, match="parent"):
         hash_blocks([1] * 16, 16, b"short")

@@ -3,19 +3,21 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from kvpager.kvstore import space as space_module
 from kvpager.kvstore.events import BlockEvent, EventKind
 from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.space import HostSpace
-from kvpager.tiers.cold import ColdStatus, StatusArray
+from kvpager.tests.troubled_disk import TroubledDisk
+from kvpager.tiers.cold import ColdStatus
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.errors import (
     ClosedError,
@@ -29,39 +31,6 @@ from kvpager.tiers.layout import KVLayout
 SMALL = KVLayout(1, 1, 32, block_size=4, dtype="float32")  # 1 KiB, four to an extent
 LARGE = KVLayout(1, 1, 32, block_size=8, dtype="float32")  # 2 KiB, two to an extent
 EXTENT = 4096
-
-
-class SlowDisk(DiskColdTier):
-    """A disk that waits, or refuses what it is given, when it is told to: no real one does on demand."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, capacity_bytes=16 << 20)
-        self.pause = 0.0
-        self.refuses = False
-        self.puts = 0
-
-    def put(
-        self,
-        space: bytes,
-        hashes: Sequence[bytes],
-        payloads: Sequence[memoryview],
-        deadline: float | None = None,
-    ) -> StatusArray:
-        self.puts += 1
-        time.sleep(self.pause)
-        if self.refuses:
-            return np.full(len(hashes), ColdStatus.UNAVAILABLE, dtype=np.uint8)
-        return super().put(space, hashes, payloads, deadline)
-
-    def get(
-        self,
-        space: bytes,
-        hashes: Sequence[bytes],
-        into: Sequence[memoryview],
-        deadline: float | None = None,
-    ) -> StatusArray:
-        time.sleep(self.pause)
-        return super().get(space, hashes, into, deadline)
 
 
 @contextmanager
@@ -433,18 +402,18 @@ def test_a_block_larger_than_an_extent_is_refused() -> None:
 
 
 def test_copied_blocks_are_evicted_before_others_and_come_back_from_the_cold_tier(tmp_path: Path) -> None:
-    cold = SlowDisk(tmp_path)
+    cold = TroubledDisk(tmp_path)
     with store(2, cold) as host:
         space = host.space(SMALL)
         put(space, 0, 4)
         assert host.flush() == 0
-        cold.refuses = True
+        cold.fault = ColdStatus.UNAVAILABLE
         put(space, 4, 4)
         # The cold tier was last known to take blocks, so nothing is lost while there are copied ones.
         assert put(space, 8, 4) == 4
         assert resident(space, 0, 12) == list(range(4, 12))
         assert host.stats.dropped == 0
-        cold.refuses = False
+        cold.fault = None
         with space.load(names(0, 4), 5.0) as lease:
             assert len(lease) == 4
         assert resident(space, 0, 4) == [0, 1, 2, 3]
@@ -452,7 +421,7 @@ def test_copied_blocks_are_evicted_before_others_and_come_back_from_the_cold_tie
 
 
 def test_the_coldest_blocks_are_copied_ahead_of_eviction(tmp_path: Path) -> None:
-    with store(4, SlowDisk(tmp_path), clean_ahead=0.5) as host:
+    with store(4, TroubledDisk(tmp_path), clean_ahead=0.5) as host:
         space = host.space(SMALL)
         put(space, 0, 16)
         end = time.monotonic() + 5.0
@@ -470,7 +439,7 @@ def test_room_comes_also_where_the_clean_share_is_less_than_a_slot(
     tmp_path: Path, extents: int, ahead: float
 ) -> None:
     layout = KVLayout(1, 1, 32, block_size=16, dtype="float32")  # one block an extent
-    with store(extents, SlowDisk(tmp_path), clean_ahead=ahead) as host:
+    with store(extents, TroubledDisk(tmp_path), clean_ahead=ahead) as host:
         space = host.space(layout)
         for number in range(6):
             assert put(space, number, 1, wait=5.0) == 1
@@ -479,7 +448,7 @@ def test_room_comes_also_where_the_clean_share_is_less_than_a_slot(
 
 
 def test_who_waits_for_room_gets_it_when_the_background_writer_has_made_it(tmp_path: Path) -> None:
-    cold = SlowDisk(tmp_path)
+    cold = TroubledDisk(tmp_path)
     with store(1, cold) as host:
         space = host.space(SMALL)
         put(space, 0, 4)
@@ -489,10 +458,10 @@ def test_who_waits_for_room_gets_it_when_the_background_writer_has_made_it(tmp_p
 
 
 def test_a_cold_tier_that_refuses_costs_hits_and_never_time(tmp_path: Path) -> None:
-    cold = SlowDisk(tmp_path)
+    cold = TroubledDisk(tmp_path)
     with store(1, cold) as host:
         space = host.space(SMALL)
-        cold.refuses = True
+        cold.fault = ColdStatus.UNAVAILABLE
         put(space, 0, 4)
         host.flush(1.0)
         cold.pause = 0.5
@@ -501,7 +470,7 @@ def test_a_cold_tier_that_refuses_costs_hits_and_never_time(tmp_path: Path) -> N
             assert put(space, first, 4, wait=5.0) == 4
             assert time.monotonic() - began < 0.4
         assert host.stats.dropped >= 32
-        cold.refuses, cold.pause = False, 0.0
+        cold.fault, cold.pause = None, 0.0
         end = time.monotonic() + 10.0
         while host.flush(1.0) and time.monotonic() < end:
             time.sleep(0.05)
@@ -509,7 +478,7 @@ def test_a_cold_tier_that_refuses_costs_hits_and_never_time(tmp_path: Path) -> N
 
 
 def test_a_load_ends_at_its_deadline_and_serves_the_next_request(tmp_path: Path) -> None:
-    cold = SlowDisk(tmp_path)
+    cold = TroubledDisk(tmp_path)
     with store(2, cold) as host:
         space = host.space(SMALL)
         put(space, 0, 4)
@@ -527,7 +496,7 @@ def test_a_load_ends_at_its_deadline_and_serves_the_next_request(tmp_path: Path)
 
 
 def test_a_load_of_what_is_nowhere_evicts_nothing(tmp_path: Path) -> None:
-    with store(2, SlowDisk(tmp_path)) as host:
+    with store(2, TroubledDisk(tmp_path)) as host:
         space = host.space(SMALL)
         put(space, 0, 8)
         host.flush()
@@ -537,7 +506,7 @@ def test_a_load_of_what_is_nowhere_evicts_nothing(tmp_path: Path) -> None:
 
 
 def test_a_load_of_more_than_fits_keeps_the_beginning(tmp_path: Path) -> None:
-    with store(1, SlowDisk(tmp_path)) as host:
+    with store(1, TroubledDisk(tmp_path)) as host:
         space = host.space(SMALL)
         for first in range(0, 12, 4):
             put(space, first, 4, wait=5.0)
@@ -547,7 +516,7 @@ def test_a_load_of_more_than_fits_keeps_the_beginning(tmp_path: Path) -> None:
 
 
 def test_two_loads_of_the_same_blocks_read_them_once(tmp_path: Path) -> None:
-    cold = SlowDisk(tmp_path)
+    cold = TroubledDisk(tmp_path)
     with store(2, cold) as host:
         space = host.space(SMALL)
         put(space, 0, 4)
@@ -564,7 +533,7 @@ def test_two_loads_of_the_same_blocks_read_them_once(tmp_path: Path) -> None:
 
 
 def test_a_match_counts_what_the_cold_tier_seems_to_have_beyond_it(tmp_path: Path) -> None:
-    with store(2, SlowDisk(tmp_path)) as host:
+    with store(2, TroubledDisk(tmp_path)) as host:
         space = host.space(SMALL)
         put(space, 0, 6)
         host.flush()
@@ -577,7 +546,7 @@ def test_a_match_counts_what_the_cold_tier_seems_to_have_beyond_it(tmp_path: Pat
 
 
 def test_a_flush_counts_what_the_background_thread_is_writing_as_written(tmp_path: Path) -> None:
-    cold = SlowDisk(tmp_path)
+    cold = TroubledDisk(tmp_path)
     with store(1, cold, clean_ahead=1.0) as host:
         space = host.space(SMALL)
         cold.pause = 0.3
@@ -589,26 +558,26 @@ def test_a_flush_counts_what_the_background_thread_is_writing_as_written(tmp_pat
 
 
 def test_a_flush_of_a_tier_that_refuses_says_what_is_left(tmp_path: Path) -> None:
-    cold = SlowDisk(tmp_path)
+    cold = TroubledDisk(tmp_path)
     with store(1, cold) as host:
-        cold.refuses = True
+        cold.fault = ColdStatus.UNAVAILABLE
         put(host.space(SMALL), 0, 3)
         assert host.flush(5.0) == 3
-        cold.refuses = False
+        cold.fault = None
         assert host.flush(5.0) == 0
 
 
 def test_a_close_that_drains_loses_nothing(tmp_path: Path) -> None:
-    host = HostStore(4 * EXTENT, cold=SlowDisk(tmp_path), extent_bytes=EXTENT)
+    host = HostStore(4 * EXTENT, cold=TroubledDisk(tmp_path), extent_bytes=EXTENT)
     put(host.space(SMALL), 0, 16, wait=5.0)
     host.close(drain=5.0)
-    with store(4, SlowDisk(tmp_path)) as host, host.space(SMALL).load(names(0, 16), 5.0) as lease:
+    with store(4, TroubledDisk(tmp_path)) as host, host.space(SMALL).load(names(0, 16), 5.0) as lease:
         assert len(lease) == 16
         assert resident(host.space(SMALL), 0, 16) == list(range(16))
 
 
 def test_a_store_that_is_closed_while_it_loads_ends_the_loads(tmp_path: Path) -> None:
-    cold = SlowDisk(tmp_path)
+    cold = TroubledDisk(tmp_path)
     host = HostStore(4 * EXTENT, cold=cold, extent_bytes=EXTENT)
     space = host.space(SMALL)
     put(space, 0, 8, wait=5.0)
@@ -631,10 +600,10 @@ def test_a_store_that_is_closed_while_it_loads_ends_the_loads(tmp_path: Path) ->
 
 
 def test_notes_outlive_the_store_and_are_kept_by_space(tmp_path: Path) -> None:
-    with store(1, SlowDisk(tmp_path)) as host:
+    with store(1, TroubledDisk(tmp_path)) as host:
         assert host.space(SMALL).put_note(b"session", b"value")
         assert host.space(LARGE).get_note(b"session") is None
-    with store(1, SlowDisk(tmp_path)) as host:
+    with store(1, TroubledDisk(tmp_path)) as host:
         assert host.space(SMALL).get_note(b"session") == b"value"
     with store(1) as host:
         assert not host.space(SMALL).put_note(b"session", b"value")
@@ -646,7 +615,7 @@ def test_notes_outlive_the_store_and_are_kept_by_space(tmp_path: Path) -> None:
 
 def test_events_tell_what_came_and_went_in_each_tier(tmp_path: Path) -> None:
     heard: list[BlockEvent] = []
-    with store(1, SlowDisk(tmp_path)) as host:
+    with store(1, TroubledDisk(tmp_path)) as host:
         end = host.subscribe(heard.append)
         space = host.space(SMALL)
         put(space, 0, 2)
@@ -721,7 +690,7 @@ def test_events_of_a_call_that_raises_are_told_all_the_same() -> None:
 
 
 def test_threads_that_do_everything_at_random_break_nothing(tmp_path: Path) -> None:
-    with store(6, SlowDisk(tmp_path)) as host:
+    with store(6, TroubledDisk(tmp_path)) as host:
         spaces = [host.space(SMALL), host.space(LARGE)]
         end = time.monotonic() + 2.0
         errors: list[BaseException] = []
@@ -790,7 +759,7 @@ def test_a_setting_out_of_range_is_named() -> None:
 
 
 def test_a_cold_tier_that_is_only_named_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cold: must be a cold tier; open_cold_tier"):
+    with pytest.raises(ConfigError, match=r"cold: must be a cold tier \(open_cold_tier"):
         HostStore(1 << 20, cold="folder")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="host_bytes"):
         HostStore("1G")  # type: ignore[arg-type]
@@ -801,6 +770,27 @@ def test_a_closed_store_does_not_flush() -> None:
         pass
     with pytest.raises(ClosedError):
         host.flush()
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_small_cold_tier_keeps_what_is_hottest_and_the_beginnings_of_prefixes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leased: bool
+) -> None:
+    """Three prefixes of four blocks, flushed in batches of two, into a disk of six records."""
+    monkeypatch.setattr(space_module, "_COLD_BATCH_BYTES", 2 * SMALL.block_bytes)
+    cold = TroubledDisk(tmp_path, capacity_bytes=6 * 4096)
+    with store(3, cold, clean_ahead=0.0) as host:
+        space = host.space(SMALL)
+        for first in (0, 4, 8):
+            assert put(space, first, 4) == 4
+        if leased:
+            lease = space.match(names(8, 4))
+        assert host.flush() == 0
+        assert cold.puts >= 6
+        kept = np.flatnonzero(cold.contains(space.id, names(0, 12))).tolist()
+        assert kept == [4, 5, 8, 9, 10, 11]
+        if leased:
+            lease.release()
 
 
 def test_a_disk_that_is_a_little_too_small_keeps_the_beginning_of_a_prefix(tmp_path: Path) -> None:

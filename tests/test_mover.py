@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvpager.tiers.arena import AddressArray, DeviceArena
 from kvpager.tiers.driver import driver_answers
 from kvpager.tiers.errors import ClosedError, ConfigError, KernelError
-from kvpager.tiers.mover import KERNEL_BYTES, CudaMover, HostMover, Mover, merge_runs
+from kvpager.tiers.mover import KERNEL_BYTES, CudaMover, HostMover, Mover, is_over, merge_runs
 from kvpager.tiers.pinned import PinnedArena
 
 MIB = 1 << 20
@@ -57,6 +57,32 @@ def block(memory: np.ndarray, address: int, nbytes: int) -> np.ndarray:
 def assert_moved(memory: np.ndarray, src: AddressArray, dst: AddressArray, nbytes: int) -> None:
     for start, to in zip(src.tolist(), dst.tolist(), strict=True):
         assert np.array_equal(block(memory, start, nbytes), block(memory, to, nbytes))
+
+
+class Failing:
+    """A transfer that came to a bad end, or that cannot say how it stands."""
+
+    nbytes = 0
+    seconds = 0.0
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def done(self) -> bool:
+        raise self.error or KernelError("the driver does not answer")
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.done()
+
+
+def test_a_transfer_is_over_also_when_it_failed_but_not_when_asking_fails(memory: np.ndarray) -> None:
+    mover = HostMover()
+    src, dst = scattered(memory, 4096, 4)
+    assert is_over(mover.copy(src, dst, 4096))
+    mover.close()
+    assert is_over(Failing(KernelError("a bad end")))
+    with pytest.raises(KernelError, match="does not answer"):
+        is_over(Failing(None))
 
 
 class TestMergeRuns:

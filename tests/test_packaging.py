@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -77,6 +78,22 @@ def test_imports_run_downward_only(path: Path) -> None:
         if f"{name}.".startswith(f"kvpager.{folder}.")
     }
     assert not upward
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = {name_of(path) for path in MODULES}
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        names = imported_names(path, at_module_level=True)
+        # ``from . import layout`` takes a module, and nothing of the package that it is in.
+        modules_alone = {
+            package
+            for package in names & known
+            if (taken := {name for name in names if name.rpartition(".")[0] == package}) and taken <= known
+        }
+        graph[name_of(path)] = (names & known) - modules_alone
+    assert sum(map(len, graph.values())) > len(MODULES)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which shows the circle
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,9 +15,10 @@ from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.session import SessionRecord
 from kvpager.kvstore.space import HostSpace
 from kvpager.kvstore.store import Opened, TieredStore
+from kvpager.tests.troubled_disk import TroubledDisk
 from kvpager.tiers.address import FAR, TAG_MASK
 from kvpager.tiers.arena import AddressArray
-from kvpager.tiers.cold import ColdStatus, ColdTier, StatusArray
+from kvpager.tiers.cold import ColdStatus, ColdTier
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.errors import (
     CapacityError,
@@ -521,24 +522,44 @@ def test_blocks_on_their_way_below_are_waited_for_where_they_are_all_there_is() 
 def test_a_step_waits_once_for_room_that_does_not_come(tmp_path: Path) -> None:
     """Host memory is full, and the cold tier below it hangs: that costs KV, and not every step's time."""
 
-    class Hanging(DiskColdTier):
-        def put(
-            self,
-            space: bytes,
-            hashes: Sequence[bytes],
-            payloads: Sequence[memoryview],
-            deadline: float | None = None,
-        ) -> StatusArray:
-            time.sleep(3.0)
-            return np.full(len(hashes), ColdStatus.LATE, dtype=np.uint8)
-
-    with engine(4, extents=1, cold=Hanging(tmp_path, capacity_bytes=1 << 20)) as one:
+    cold = TroubledDisk(tmp_path)
+    cold.pause, cold.fault = 2.0, ColdStatus.LATE
+    with engine(4, extents=1, cold=cold) as one:
         began = time.monotonic()
         for at in range(10):
             one.store.close_row(one.run(PROMPT + 1000 * at).row)
             one.store.poll()
         assert time.monotonic() - began < 1.5
         assert one.store.stats.dropped > 0
+
+
+@pytest.mark.parametrize("outcome", ["abort", "commit"])
+def test_blocks_that_others_are_writing_are_tried_again_until_they_are_below(outcome: str) -> None:
+    with engine() as one:
+        assert one.host is not None
+        space = one.host.space(LAYOUT)
+        other = space.reserve(hash_blocks(PROMPT, SIZE, ROOT))
+        row = one.run(PROMPT).row
+        one.store.flush()
+        one.check()
+        assert one.store.stats.written_back == 0
+        if outcome == "commit":
+            for at, view in enumerate(map(space.view, other.slots.tolist())):
+                words = one.store.table.row(row)
+                view[:] = ctypes.string_at(int(words[at]), LAYOUT.block_bytes)
+            other.commit()
+        else:
+            other.abort()
+        end = time.monotonic() + 5.0
+        while not one.store.pool.host_generations[
+            one.store._device.blocks_at(one.store.table.row(row)[:3])
+        ].all():
+            assert time.monotonic() < end, "the blocks were not tried again"
+            one.store.poll()
+        assert one.store.stats.written_back == (3 if outcome == "abort" else 0)
+        sleeping = one.store.sleep(row)
+        one.store.evict(16)
+        assert one.read(one.store.wake(sleeping).row) == PROMPT.tolist()
 
 
 # Copies that fail

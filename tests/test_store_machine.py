@@ -14,13 +14,12 @@ import hashlib
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -29,10 +28,10 @@ from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.loading import ColdLoad
 from kvpager.kvstore.session import SleepingSequence
 from kvpager.kvstore.store import Opened, TieredStore
+from kvpager.tests.troubled_disk import TroubledDisk
 from kvpager.tiers.address import FAR, TAG_MASK
 from kvpager.tiers.arena import AddressArray
-from kvpager.tiers.cold import ColdStats, ColdStatus, StatusArray
-from kvpager.tiers.cold_disk import DiskColdTier
+from kvpager.tiers.cold import ColdStatus
 from kvpager.tiers.errors import CapacityError
 from kvpager.tiers.layout import KVLayout
 from kvpager.tiers.mover import HostMover, MoverStats
@@ -88,72 +87,6 @@ class Row:
 
     text: Text
     length: int
-
-
-class Faulty:
-    """A disk tier that can be told to refuse."""
-
-    name = "disk"
-
-    def __init__(self, inner: DiskColdTier) -> None:
-        self.inner = inner
-        self.stats: ColdStats = inner.stats
-        self.fault: ColdStatus | None = None
-
-    def _refused(self, count: int) -> StatusArray:
-        return np.full(count, self.fault, dtype=np.uint8)
-
-    def put(
-        self,
-        space: bytes,
-        hashes: Sequence[bytes],
-        payloads: Sequence[memoryview],
-        deadline: float | None = None,
-    ) -> StatusArray:
-        if self.fault is not None:
-            return self._refused(len(hashes))
-        return self.inner.put(space, hashes, payloads, deadline)
-
-    def get(
-        self,
-        space: bytes,
-        hashes: Sequence[bytes],
-        into: Sequence[memoryview],
-        deadline: float | None = None,
-    ) -> StatusArray:
-        if self.fault is ColdStatus.UNAVAILABLE:
-            return self._refused(len(hashes))
-        return self.inner.get(space, hashes, into, deadline)
-
-    def contains(
-        self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None
-    ) -> npt.NDArray[np.bool_]:
-        if self.fault is ColdStatus.UNAVAILABLE:
-            return np.zeros(len(hashes), dtype=np.bool_)
-        return self.inner.contains(space, hashes, deadline)
-
-    def delete(self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None) -> int:
-        return self.inner.delete(space, hashes, deadline)
-
-    def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> ColdStatus:
-        return self.inner.put_note(name, value, deadline) if self.fault is None else self.fault
-
-    def get_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
-        if self.fault is ColdStatus.UNAVAILABLE:
-            return self.fault, b""
-        return self.inner.get_note(name, deadline)
-
-    def delete_note(self, name: bytes, deadline: float | None = None) -> bool:
-        return self.inner.delete_note(name, deadline)
-
-    def used_bytes(self) -> int | None:
-        return self.inner.used_bytes()
-
-    def check_integrity(self) -> None:
-        self.inner.check_integrity()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class LateMover:
@@ -213,7 +146,7 @@ class Driver:
         self.start()
 
     def start(self) -> None:
-        self.cold = Faulty(DiskColdTier(self.folder, capacity_bytes=4 << 20))
+        self.cold = TroubledDisk(self.folder, capacity_bytes=4 << 20)
         self.host = HostStore(self.extents * EXTENT_BYTES, cold=self.cold, extent_bytes=EXTENT_BYTES)
         self.host.arena.wait_ready()
         self.store = TieredStore(

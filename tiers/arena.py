@@ -11,6 +11,7 @@ from .address import TAG_MASK
 from .errors import CapacityError, ClosedError, ConfigError, IntegrityError, MemoryUnavailableError
 from .layout import SLICE_ALIGNMENT
 from .memory import format_bytes, memory_headroom
+from .settings import MOST_BYTES, expect_integer, expect_text
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ AddressArray: TypeAlias = npt.NDArray[np.int64]
 
 _TAKEN: Final = -1
 _ABSENT: Final = -2
+_MOST_SLOTS: Final = 1 << 31
 _HOST_ALIGNMENT: Final = 4096
 _NO_SLOTS: Final = np.empty(0, np.int32)
 
@@ -40,12 +42,11 @@ class SlotAllocator:
         num_slots: slots 0 to ``num_slots - 1`` are there from the start.
 
     Raises:
-        ConfigError: ``num_slots`` is negative.
+        ConfigError: ``num_slots`` is negative, or beyond int32.
     """
 
     def __init__(self, num_slots: int = 0) -> None:
-        if num_slots < 0:
-            raise ConfigError("num_slots", f"must not be negative, got {num_slots}")
+        num_slots = expect_integer("num_slots", num_slots, 0, _MOST_SLOTS)
         # _stack[:_count] are the free slots, the next one to take last. _place[slot] is where a free slot
         # stands in the stack, so freeing twice shows at once and a range is removed without a search.
         self._stack: SlotArray = _NO_SLOTS
@@ -72,8 +73,8 @@ class SlotAllocator:
             CapacityError: fewer are free; none is taken.
             ConfigError: ``n`` is negative.
         """
-        if n < 0:
-            raise ConfigError("n", f"must not be negative, got {n}")
+        if type(n) is not int or n < 0:
+            n = expect_integer("n", n, 0)
         count = self._count
         if n > count:
             raise CapacityError(f"{n} slots were asked for, {count} of {self._capacity} are free")
@@ -186,10 +187,8 @@ class SlotAllocator:
 
     @staticmethod
     def _end(first: int, count: int) -> int:
-        end = first + count
-        if first < 0 or count < 0 or end > 2**31:
-            raise ConfigError("slots", f"a range of {count} slots from {first} is not one of int32 numbers")
-        return end
+        first = expect_integer("first", first, 0, _MOST_SLOTS)
+        return first + expect_integer("count", count, 0, _MOST_SLOTS - first)
 
 
 class DeviceArena:
@@ -206,12 +205,13 @@ class DeviceArena:
     """
 
     def __init__(self, block_bytes: int, num_blocks: int, device: str = "cpu") -> None:
-        if block_bytes < 1 or block_bytes % SLICE_ALIGNMENT:
+        block_bytes = expect_integer("block_bytes", block_bytes, SLICE_ALIGNMENT, MOST_BYTES)
+        if block_bytes % SLICE_ALIGNMENT:
             raise ConfigError(
                 "block_bytes", f"must be a positive multiple of {SLICE_ALIGNMENT}, got {block_bytes}"
             )
-        if not 1 <= num_blocks < 2**31:
-            raise ConfigError("device_blocks", f"must be from 1 to 2**31 - 1, got {num_blocks}")
+        num_blocks = expect_integer("device_blocks", num_blocks, 1, _MOST_SLOTS - 1)
+        device = expect_text("device", device)
         self._slab: torch.Tensor | None = _slab(block_bytes, num_blocks, device)
         self.base = self._slab.data_ptr()
         """Address of slot 0."""
@@ -234,7 +234,13 @@ class DeviceArena:
         return self._slab
 
     def addresses(self, slots: SlotArray) -> AddressArray:
-        """int64 [n]: the address of each of ``slots`` (int32 [n]), tags zero."""
+        """int64 [n]: the address of each of ``slots`` (int32 [n]), tags zero.
+
+        Raises:
+            ClosedError: after `close`.
+        """
+        if self._slab is None:
+            raise ClosedError("the device arena was closed")
         return slots.astype(np.int64) * self.slot_bytes + self.base
 
     def slots_at(self, addresses: AddressArray) -> SlotArray:
@@ -273,8 +279,10 @@ def _slab(block_bytes: int, num_blocks: int, device: str) -> torch.Tensor:
             raise ConfigError("device", f"{device} was asked for, but there is no such CUDA device")
         if device == "cuda":
             where = torch.device("cuda", torch.cuda.current_device())
-        free, _ = torch.cuda.mem_get_info(where)
+        free, whole = torch.cuda.mem_get_info(where)
         what = f"free on {where}"
+        if total > whole:
+            raise _no_memory(block_bytes, num_blocks, free, what)
         spare = 0  # torch aligns device memory to 512 bytes
     elif where.type == "cpu":
         headroom = memory_headroom()
@@ -293,6 +301,10 @@ def _slab(block_bytes: int, num_blocks: int, device: str) -> torch.Tensor:
 
 
 def _no_memory(block_bytes: int, num_blocks: int, free: int, what: str) -> MemoryUnavailableError:
+    if block_bytes > free:
+        return MemoryUnavailableError(
+            f"block_size: one block is {format_bytes(block_bytes)}, but only {format_bytes(free)} is {what}"
+        )
     return MemoryUnavailableError(
         f"device_blocks: {num_blocks} blocks of {format_bytes(block_bytes)} are "
         f"{format_bytes(block_bytes * num_blocks)}, but only {format_bytes(free)} is {what}; "

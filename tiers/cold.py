@@ -1,4 +1,4 @@
-"""The interface that every cold tier has, and what the store asks of it.
+"""The interface that every cold tier has, and what those of this package do alike (`RecordTier`).
 
 A cold tier keeps keyed blocks outside host memory: in Redis (`tiers/cold_redis.py`) or on disk
 (`tiers/cold_disk.py`). A key is a space and a prefix hash; the value is the block's payload inside a
@@ -10,16 +10,32 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ConfigError
+from .errors import CapacityError, ClosedError, ConfigError
+from .record import check_key, note_hash
+from .settings import expect_bytes, expect_seconds
 
-__all__ = ["ColdStats", "ColdStatus", "ColdTier", "StatusArray", "byte_views"]
+__all__ = [
+    "LONGEST_DEADLINE",
+    "ColdStats",
+    "ColdStatus",
+    "ColdTier",
+    "RecordTier",
+    "StatusArray",
+    "byte_views",
+]
+
+LONGEST_DEADLINE: Final = 3600.0
+"""Seconds: the most that a tier's own deadline may be."""
 
 
 class ColdStatus(enum.IntEnum):
@@ -169,17 +185,183 @@ class ColdTier(Protocol):
         ...
 
 
+class RecordTier(ABC):
+    """What a cold tier does beside keeping records: it checks arguments, keeps time, counts, and closes.
+
+    Args:
+        deadline: seconds that a call may take where it does not say.
+        note_bytes: most bytes of a note.
+
+    Raises:
+        ConfigError: the deadline is out of range.
+    """
+
+    def __init__(self, deadline: float, note_bytes: int) -> None:
+        self._deadline = expect_seconds("cold.deadline", deadline, LONGEST_DEADLINE, above=True)
+        self._note_bytes = note_bytes
+        self.stats = ColdStats()
+        self._calls = 0
+        self._closed = False
+        self._idle = threading.Condition()
+
+    # The calls of ColdTier.
+
+    def put(
+        self,
+        space: bytes,
+        hashes: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        deadline: float | None = None,
+    ) -> StatusArray:
+        """See `ColdTier.put`."""
+        hashes = check_key(space, hashes)
+        views = byte_views("payloads", payloads, len(hashes), writable=False)
+        with self._call(deadline) as (began, until):
+            status = self._put_blocks(space, hashes, views, until)
+            self.stats.count_put(status, views, time.monotonic() - began)
+        return status
+
+    def get(
+        self,
+        space: bytes,
+        hashes: Sequence[bytes],
+        into: Sequence[memoryview],
+        deadline: float | None = None,
+    ) -> StatusArray:
+        """See `ColdTier.get`."""
+        hashes = check_key(space, hashes)
+        views = byte_views("into", into, len(hashes), writable=True)
+        with self._call(deadline) as (began, until):
+            status = self._get_blocks(space, hashes, views, until)
+            self.stats.count_get(status, views, time.monotonic() - began)
+        return status
+
+    def contains(
+        self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """See `ColdTier.contains`."""
+        hashes = check_key(space, hashes)
+        with self._call(deadline) as (_, until):
+            return self._contains(space, hashes, until)
+
+    def delete(self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None) -> int:
+        """See `ColdTier.delete`."""
+        hashes = check_key(space, hashes)
+        with self._call(deadline) as (_, until):
+            return self._delete_blocks(space, hashes, until)
+
+    def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> ColdStatus:
+        """Keep a small named record, replacing an older one.
+
+        Raises:
+            CapacityError: the note is longer than a value may be (4 MiB, where nothing else was set).
+        """
+        note = note_hash(name)
+        if len(expect_bytes("value", value)) > self._note_bytes:
+            raise CapacityError(f"a note of {len(value)} bytes, more than {self._note_bytes}")
+        with self._call(deadline) as (_, until):
+            status = self._put_note(note, value, until)
+        self.stats.count(np.array([status], np.uint8))
+        return status
+
+    def get_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
+        """See `ColdTier.get_note`."""
+        note = note_hash(name)
+        with self._call(deadline) as (_, until):
+            status, value = self._get_note(note, until)
+        self.stats.count(np.array([status], np.uint8))
+        return status, bytes(value) if status == ColdStatus.OK else b""
+
+    def delete_note(self, name: bytes, deadline: float | None = None) -> bool:
+        """See `ColdTier.delete_note`."""
+        note = note_hash(name)
+        with self._call(deadline) as (_, until):
+            return self._delete_note(note, until)
+
+    def close(self) -> None:
+        """Let go of connections and files. Idempotent."""
+        with self._idle:
+            if self._closed:
+                return
+            self._closed = True
+        self._let_go()
+
+    # What each kind does in its own way. `until` is a reading of `time.monotonic()`, `note` a `note_hash`.
+
+    @abstractmethod
+    def _put_blocks(
+        self, space: bytes, hashes: Sequence[bytes], views: Sequence[memoryview], until: float
+    ) -> StatusArray: ...
+
+    @abstractmethod
+    def _get_blocks(
+        self, space: bytes, hashes: Sequence[bytes], views: Sequence[memoryview], until: float
+    ) -> StatusArray: ...
+
+    @abstractmethod
+    def _contains(self, space: bytes, hashes: Sequence[bytes], until: float) -> npt.NDArray[np.bool_]: ...
+
+    @abstractmethod
+    def _delete_blocks(self, space: bytes, hashes: Sequence[bytes], until: float) -> int: ...
+
+    @abstractmethod
+    def _put_note(self, note: bytes, value: bytes, until: float) -> ColdStatus: ...
+
+    @abstractmethod
+    def _get_note(self, note: bytes, until: float) -> tuple[ColdStatus, bytearray]:
+        """The status, and the bytes where it is OK."""
+
+    @abstractmethod
+    def _delete_note(self, note: bytes, until: float) -> bool: ...
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Nothing new begins; end the rest."""
+
+    @contextmanager
+    def _call(self, deadline: float | None) -> Iterator[tuple[float, float]]:
+        """A call under way: when it began, and until when it may last.
+
+        Raises:
+            ClosedError: the tier is closed.
+            ConfigError: the deadline is no number of seconds.
+        """
+        seconds = self._deadline if deadline is None else expect_seconds("deadline", deadline)
+        with self._idle:
+            if self._closed:
+                raise ClosedError("the cold tier is closed")
+            self._calls += 1
+        now = time.monotonic()
+        try:
+            yield now, now + seconds
+        finally:
+            with self._idle:
+                self._calls -= 1
+                self._idle.notify_all()
+
+    def _wait_for_calls(self) -> None:
+        """Wait for the end of every call under way."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._calls)
+
+
 def byte_views(name: str, buffers: Sequence[memoryview], count: int, *, writable: bool) -> list[memoryview]:
     """The buffers as flat views of bytes, without a copy.
 
     Raises:
-        ConfigError: not `count` of them, or one is not contiguous, or read-only where it must be written.
+        ConfigError: not `count` of them, or one is no buffer, not contiguous, or read-only where it must be
+            written.
     """
+    if not isinstance(buffers, Sequence):
+        raise ConfigError(name, f"must be a list of buffers, got a {type(buffers).__name__}")
     if len(buffers) != count:
         raise ConfigError(name, f"{len(buffers)} buffers for {count} hashes")
     views = []
     for buffer in buffers:
-        view = memoryview(buffer)
+        try:
+            view = memoryview(buffer)
+        except TypeError as error:
+            raise ConfigError(name, f"must be buffers, got a {type(buffer).__name__}") from error
         if not view.c_contiguous or (writable and view.readonly):
             raise ConfigError(name, "must be contiguous" + (" and writable" if writable else ""))
         views.append(view.cast("B"))

@@ -28,9 +28,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .cold import ColdStats, ColdStatus, StatusArray, byte_views
-from .errors import CapacityError, ClosedError, ConfigError, IntegrityError
-from .record import HEADER_BYTES, NOTE_SPACE, Part, RecordCodec, Verdict, check_key, note_hash
+from .cold import ColdStatus, RecordTier, StatusArray
+from .errors import ConfigError, IntegrityError
+from .record import HEADER_BYTES, NOTE_SPACE, Part, RecordCodec, Verdict
+from .settings import MOST_BYTES, expect_flag, expect_integer, expect_path
 
 __all__ = ["DEFAULT_DEADLINE", "DiskColdTier"]
 
@@ -43,6 +44,9 @@ _LOCK: Final = "kvpager-cold.lock"
 _FORMAT: Final = "kvpager cold tier on disk, format 1\n"
 _RECORD_NAME: Final = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{12}")
 _UNFINISHED_SUFFIX: Final = ".unfinished"
+_OWN_BEFORE_MARKER: Final = frozenset({_LOCK, _MARKER + _UNFINISHED_SUFFIX, "lost+found"})
+"""What may be in a folder that is to become a tier's: what an opener that was killed left, and what the root
+of a file system has."""
 _UNFINISHED_NAME: Final = re.compile(r"[0-9]+\.unfinished")
 _FILE_LIMIT: Final = (1 << 32) - 1
 _NOTE_LIMIT: Final = 4 << 20
@@ -60,11 +64,12 @@ class _Entry:
     stamped: float
 
 
-class DiskColdTier:
+class DiskColdTier(RecordTier):
     """Blocks in files under a folder of their own. Safe from any number of threads of one process.
 
     Args:
-        path: the folder; made where it is missing. Files in it that are not the tier's are left alone.
+        path: the folder; made where it is missing. It is empty (but for the ``lost+found`` of a file system),
+            or a tier's already; then files that others put into it are left alone.
         capacity_bytes: most bytes of records, rounded up to 4 KiB each. Before exceeding it, the tier drops
             the records least recently written or read.
         secret: seal payloads (`RecordCodec`). Records sealed with another secret stay until dropped for room.
@@ -73,8 +78,8 @@ class DiskColdTier:
             read or write that the disk itself holds up cannot be broken off.
 
     Raises:
-        ConfigError: the folder cannot be used, is in use by another opener, or holds another format; the
-            capacity or the secret is out of range.
+        ConfigError: the folder cannot be used, is in use by another opener, holds another format or other
+            people's files; another setting is of a wrong type or out of range.
     """
 
     name = "disk"
@@ -88,28 +93,18 @@ class DiskColdTier:
         fsync: bool = False,
         deadline: float = DEFAULT_DEADLINE,
     ) -> None:
-        if not isinstance(capacity_bytes, int) or capacity_bytes < _GRAIN:
-            raise ConfigError(
-                "cold.capacity_bytes", f"must be a number of bytes from 4096, got {capacity_bytes!r}"
-            )
-        if not 0 < deadline <= 3600:
-            raise ConfigError("cold.deadline", f"must be a positive number of seconds, got {deadline!r}")
+        super().__init__(deadline, _NOTE_LIMIT)
+        self._root = Path(expect_path(_SETTING, path))
+        self._capacity = expect_integer("cold.capacity_bytes", capacity_bytes, _GRAIN, MOST_BYTES)
+        self._fsync = expect_flag("cold.fsync", fsync)
         self._codec = RecordCodec(secret, value_bytes=_FILE_LIMIT)
-        self._root = Path(path)
-        self._capacity = capacity_bytes
-        self._fsync = fsync
-        self._deadline = deadline
-        self.stats = ColdStats()
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._calls = 0
         self._index: OrderedDict[str, _Entry] = OrderedDict()
         # By name and not by entry: a reader may have opened the file of a later record of that name.
         self._readers: Counter[str] = Counter()
         self._used = 0
         self._pending = 0
         self._serial = 0
-        self._closed = False
         self._lock_file = -1
         try:
             self._open()
@@ -127,12 +122,20 @@ class DiskColdTier:
         if self._root.resolve() == Path("/"):
             raise ConfigError(_SETTING, "the root of the file system is no place for a cold tier")
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        marker = self._root / _MARKER
+        # Before anything is written there; the marker is looked for after the rest, which is made after it.
+        foreign = set(os.listdir(self._root)) - _OWN_BEFORE_MARKER
+        if foreign and not marker.exists():
+            raise ConfigError(
+                _SETTING,
+                f"{self._root} is not empty and no cold tier's: it holds {min(foreign)!r}; "
+                "give a folder of its own",
+            )
         self._lock_file = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(_SETTING, f"{self._root} is in use by another cold tier") from error
-        marker = self._root / _MARKER
         try:
             found = marker.read_text("utf-8", "replace")
         except FileNotFoundError:
@@ -173,96 +176,55 @@ class DiskColdTier:
             os.close(self._lock_file)
             self._lock_file = -1
 
-    # The calls of ColdTier.
+    # The calls of ColdTier, as `RecordTier` wants them.
 
-    def put(
-        self,
-        space: bytes,
-        hashes: Sequence[bytes],
-        payloads: Sequence[memoryview],
-        deadline: float | None = None,
+    def _put_blocks(
+        self, space: bytes, hashes: Sequence[bytes], views: Sequence[memoryview], until: float
     ) -> StatusArray:
         """Write one record per hash; one that is there already is only marked as used."""
-        check_key(space, hashes)
-        views = byte_views("payloads", payloads, len(hashes), writable=False)
 
         def write(index: int) -> ColdStatus:
             return self._put(space, hashes[index], views[index], replace=False)
 
-        with self._call(deadline) as (began, until):
-            status = self._each(len(hashes), write, until)
-            self.stats.count_put(status, views, time.monotonic() - began)
-        return status
+        return self._each(len(hashes), write, until)
 
-    def get(
-        self,
-        space: bytes,
-        hashes: Sequence[bytes],
-        into: Sequence[memoryview],
-        deadline: float | None = None,
+    def _get_blocks(
+        self, space: bytes, hashes: Sequence[bytes], views: Sequence[memoryview], until: float
     ) -> StatusArray:
         """Read each payload into its buffer, verified. A record that does not verify is removed."""
-        check_key(space, hashes)
-        views = byte_views("into", into, len(hashes), writable=True)
 
         def read(index: int) -> ColdStatus:
             return self._get(space, hashes[index], views[index])
 
-        with self._call(deadline) as (began, until):
-            status = self._each(len(hashes), read, until)
-            self.stats.count_get(status, views, time.monotonic() - began)
-        return status
+        return self._each(len(hashes), read, until)
 
-    def contains(
-        self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None
-    ) -> npt.NDArray[np.bool_]:
+    def _contains(self, space: bytes, hashes: Sequence[bytes], until: float) -> npt.NDArray[np.bool_]:
         """Which hashes have a record, from memory."""
-        check_key(space, hashes)
         names = [self._name(space, prefix_hash) for prefix_hash in hashes]
-        with self._call(deadline), self._idle:
+        with self._lock:
             return np.fromiter((name in self._index for name in names), np.bool_, len(names))
 
-    def delete(self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None) -> int:
-        """Remove records; returns how many were there."""
-        check_key(space, hashes)
+    def _delete_blocks(self, space: bytes, hashes: Sequence[bytes], until: float) -> int:
         removed = 0
-        with self._call(deadline) as (_, until):
-            for prefix_hash in hashes:
-                if time.monotonic() >= until:
-                    break
-                removed += self._delete(self._name(space, prefix_hash))
+        for prefix_hash in hashes:
+            if time.monotonic() >= until:
+                break
+            removed += self._delete(self._name(space, prefix_hash))
         return removed
 
-    def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> ColdStatus:
-        """Keep a small named record of at most 4 MiB.
+    def _put_note(self, note: bytes, value: bytes, until: float) -> ColdStatus:
+        return self._put(NOTE_SPACE, note, memoryview(value), replace=True)
 
-        Raises:
-            CapacityError: the note is larger.
-        """
-        if len(value) > _NOTE_LIMIT:
-            raise CapacityError(f"a note of {len(value)} bytes, more than {_NOTE_LIMIT}")
-        with self._call(deadline):
-            status = self._put(NOTE_SPACE, note_hash(name), memoryview(value), replace=True)
-        self.stats.count(np.array([status], np.uint8))
-        return status
+    def _get_note(self, note: bytes, until: float) -> tuple[ColdStatus, bytearray]:
+        try:
+            size = os.stat(self._path(self._name(NOTE_SPACE, note))).st_size - HEADER_BYTES
+        except OSError:
+            size = 0  # then reading it says what is wrong
+        value = bytearray(min(max(size, 0), _NOTE_LIMIT))
+        return self._get(NOTE_SPACE, note, memoryview(value)), value
 
-    def get_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
-        """Read a named record."""
-        prefix_hash = note_hash(name)
-        with self._call(deadline):
-            try:
-                size = os.stat(self._path(self._name(NOTE_SPACE, prefix_hash))).st_size - HEADER_BYTES
-            except OSError:
-                size = 0  # then reading it says what is wrong
-            value = bytearray(min(max(size, 0), _NOTE_LIMIT))
-            status = self._get(NOTE_SPACE, prefix_hash, memoryview(value))
-        self.stats.count(np.array([status], np.uint8))
-        return status, bytes(value) if status == ColdStatus.OK else b""
-
-    def delete_note(self, name: bytes, deadline: float | None = None) -> bool:
-        """Remove a named record; returns whether it was there."""
-        with self._call(deadline):
-            return self._delete(self._name(NOTE_SPACE, note_hash(name)))
+    def _delete_note(self, note: bytes, until: float) -> bool:
+        return self._delete(self._name(NOTE_SPACE, note))
 
     def used_bytes(self) -> int | None:
         """Bytes of all records, rounded up to 4 KiB each."""
@@ -285,32 +247,13 @@ class DiskColdTier:
             if missing:
                 raise IntegrityError(f"{len(missing)} records are indexed and have no file: {missing[0]}")
 
-    def close(self) -> None:
-        """Wait for calls under way, and let another opener in. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._idle.wait_for(lambda: not self._calls)
+    def _let_go(self) -> None:
+        """Wait for calls under way, and let another opener in."""
+        self._wait_for_calls()
         self._pool.shutdown(wait=True)
         self._unlock()
 
     # How calls are carried out.
-
-    @contextmanager
-    def _call(self, deadline: float | None) -> Iterator[tuple[float, float]]:
-        """A call under way, which `close` waits for: when it began, and until when it may last."""
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the cold tier is closed")
-            self._calls += 1
-        now = time.monotonic()
-        try:
-            yield now, now + (self._deadline if deadline is None else deadline)
-        finally:
-            with self._idle:
-                self._calls -= 1
-                self._idle.notify_all()
 
     def _each(self, count: int, work: Callable[[int], ColdStatus], until: float) -> StatusArray:
         """Do the work for every index, on a few threads so that the disk has several requests to serve."""

@@ -23,25 +23,12 @@ import numpy as np
 import numpy.typing as npt
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from .cold import ColdStats, ColdStatus, StatusArray, byte_views
-from .errors import (
-    CapacityError,
-    ClosedError,
-    ColdTierUnavailableError,
-    ConfigError,
-)
-from .record import (
-    DEFAULT_VALUE_BYTES,
-    HEADER_BYTES,
-    NOTE_SPACE,
-    Part,
-    RecordCodec,
-    Verdict,
-    check_key,
-    note_hash,
-)
+from .cold import LONGEST_DEADLINE, ColdStatus, RecordTier, StatusArray
+from .errors import ClosedError, ColdTierUnavailableError, ConfigError
+from .record import DEFAULT_VALUE_BYTES, HEADER_BYTES, NOTE_SPACE, Part, RecordCodec, Verdict
 from .redis_fleet import URL_SETTING, Address, Fleet, Redirect, Server
 from .redis_wire import CONNECT_ERRORS, Reply, ReplyError, Wire, describe, pack
+from .settings import expect_integer, expect_seconds
 
 __all__ = ["DEFAULT_CONNECTIONS", "DEFAULT_DEADLINE", "RedisColdTier"]
 
@@ -55,6 +42,9 @@ _SOUND, _BROKEN = Verdict.OK, Verdict.BROKEN
 _OK, _MISS, _CORRUPT, _LATE, _UNAVAILABLE, _FULL = ColdStatus
 _log = logging.getLogger(__name__)
 
+_MOST_LANES: Final = 64
+_MOST_TTL: Final = (1 << 31) - 1
+"""Seconds: 68 years. A server refuses what it cannot add to the time of day in milliseconds."""
 _MAX_ROUNDS: Final = 5
 _MAX_TRIES: Final = 2
 _WINDOW_VALUES: Final = 16
@@ -221,13 +211,14 @@ class _Calls(_Operation):
         self.status = _OK
 
 
-class RedisColdTier:
+class RedisColdTier(RecordTier):
     """Blocks in Redis. Safe from any number of threads.
 
     Args:
         url: ``redis://[[user]:password@]host[:port][/db]``, ``rediss://`` for TLS, ``unix:///path`` for a
-            Unix socket, ``redis+cluster://`` or ``rediss+cluster://`` with any one node of a Cluster. What
-            redis-py takes in a URL's query is taken here (``?ssl_ca_certs=/path``, ``?db=2``).
+            Unix socket, ``redis+cluster://`` or ``rediss+cluster://`` with any one node of a Cluster. A query
+            may say what redis-py knows as ``ssl_...`` (``?ssl_ca_certs=/path``), ``db``, ``username``,
+            ``password``, ``client_name`` and ``socket_keepalive``.
         secret: seal payloads (`RecordCodec`); every host that is to read them needs the same.
         ttl: seconds until a record that is not written again expires; None keeps it until the server evicts
             it. Set `maxmemory-policy` on the server so that it does.
@@ -255,22 +246,14 @@ class RedisColdTier:
         value_bytes: int = DEFAULT_VALUE_BYTES,
         connect_timeout: float = 2.0,
     ) -> None:
-        if ttl is not None and (not isinstance(ttl, int) or ttl < 1):
-            raise ConfigError("cold.ttl", f"must be a positive number of seconds or None, got {ttl!r}")
-        if not isinstance(connections, int) or not 1 <= connections <= 64:
-            raise ConfigError("cold.connections", f"must be 1 to 64, got {connections!r}")
-        for name, seconds in (("deadline", deadline), ("connect_timeout", connect_timeout)):
-            if not 0 < seconds <= 3600:
-                raise ConfigError(f"cold.{name}", f"must be a positive number of seconds, got {seconds!r}")
-        self._codec = RecordCodec(secret, value_bytes=value_bytes)
-        self._value_bytes = value_bytes
-        self._ttl = ttl
-        self._lanes = connections
-        self._deadline = deadline
-        self.stats = ColdStats()
-        self._fleet = Fleet(Address.parse(url), connections, connect_timeout)
-        self._closed = False
-        self._pool = ThreadPoolExecutor(max(4, 4 * connections), thread_name_prefix="kvpager-redis")
+        codec = RecordCodec(secret, value_bytes=value_bytes)
+        super().__init__(deadline, codec.part_bytes)
+        self._codec = codec
+        self._ttl = None if ttl is None else expect_integer("cold.ttl", ttl, 1, _MOST_TTL)
+        self._lanes = expect_integer("cold.connections", connections, 1, _MOST_LANES)
+        timeout = expect_seconds("cold.connect_timeout", connect_timeout, LONGEST_DEADLINE, above=True)
+        self._fleet = Fleet(Address.parse(url), self._lanes, timeout)
+        self._pool = ThreadPoolExecutor(max(4, 4 * self._lanes), thread_name_prefix="kvpager-redis")
         try:
             self._greet()
         except BaseException:
@@ -316,19 +299,12 @@ class RedisColdTier:
                 raise ConfigError(URL_SETTING, f"{seed.label} is not a Cluster node: use redis://")
         self._fleet.refresh(time.monotonic() + self._deadline)
 
-    # The calls of ColdTier.
+    # The calls of ColdTier, as `RecordTier` wants them.
 
-    def put(
-        self,
-        space: bytes,
-        hashes: Sequence[bytes],
-        payloads: Sequence[memoryview],
-        deadline: float | None = None,
+    def _put_blocks(
+        self, space: bytes, hashes: Sequence[bytes], views: Sequence[memoryview], until: float
     ) -> StatusArray:
         """Write one record per hash, replacing what is there and starting its TTL anew."""
-        began, until = self._begin(deadline)
-        check_key(space, hashes)
-        views = byte_views("payloads", payloads, len(hashes), writable=False)
         blocks: list[list[_Operation]] = []
         for prefix_hash, view in zip(hashes, views, strict=True):
             key, slot = self._place(space, prefix_hash)
@@ -348,21 +324,12 @@ class RedisColdTier:
                 ]
             )
         self._carry_out([operation for block in blocks for operation in block], until)
-        status = np.fromiter((_worst(block) for block in blocks), np.uint8, len(blocks))
-        self.stats.count_put(status, views, time.monotonic() - began)
-        return status
+        return np.fromiter((_worst(block) for block in blocks), np.uint8, len(blocks))
 
-    def get(
-        self,
-        space: bytes,
-        hashes: Sequence[bytes],
-        into: Sequence[memoryview],
-        deadline: float | None = None,
+    def _get_blocks(
+        self, space: bytes, hashes: Sequence[bytes], views: Sequence[memoryview], until: float
     ) -> StatusArray:
         """Read each payload into its buffer, verified."""
-        began, until = self._begin(deadline)
-        check_key(space, hashes)
-        views = byte_views("into", into, len(hashes), writable=True)
         blocks: list[list[_Get]] = []
         for prefix_hash, view in zip(hashes, views, strict=True):
             key, slot = self._place(space, prefix_hash)
@@ -374,7 +341,7 @@ class RedisColdTier:
                         self._codec,
                         part,
                         view[part.start : part.stop],
-                        self._value_bytes,
+                        self._codec.value_bytes,
                     )
                     for part in self._codec.split(space, prefix_hash, len(view))
                 ]
@@ -392,24 +359,17 @@ class RedisColdTier:
                 # The first part stands for the record in `contains`; without the others it never will verify.
                 unsound.append(block[0])
         self._delete_unsound(unsound, until)
-        self.stats.count_get(status, views, time.monotonic() - began)
         return status
 
-    def contains(
-        self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None
-    ) -> npt.NDArray[np.bool_]:
+    def _contains(self, space: bytes, hashes: Sequence[bytes], until: float) -> npt.NDArray[np.bool_]:
         """Whether the first part of each record is there."""
-        _, until = self._begin(deadline)
-        check_key(space, hashes)
         keys = [self._place(space, prefix_hash) for prefix_hash in hashes]
         commands = [(slot, pack(b"EXISTS", key + b":0")) for key, slot in keys]
         replies = self._call_each(commands, until, numbers=True)
         return np.fromiter((reply == 1 for reply in replies), np.bool_, len(hashes))
 
-    def delete(self, space: bytes, hashes: Sequence[bytes], deadline: float | None = None) -> int:
-        """Remove records with all their parts; returns how many were there."""
-        _, until = self._begin(deadline)
-        check_key(space, hashes)
+    def _delete_blocks(self, space: bytes, hashes: Sequence[bytes], until: float) -> int:
+        """Remove records with all their parts."""
         places = [self._place(space, prefix_hash) for prefix_hash in hashes]
         looks = [
             (slot, pack(b"GETRANGE", key + b":0", b"0", b"%d" % (HEADER_BYTES - 1))) for key, slot in places
@@ -422,29 +382,16 @@ class RedisColdTier:
         replies = self._call_each(commands, until, numbers=True)
         return sum(1 for reply in replies if isinstance(reply, int) and reply > 0)
 
-    def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> ColdStatus:
-        """Keep a small named record; at most one value (`value_bytes`) long.
-
-        Raises:
-            CapacityError: the note does not fit into one value.
-        """
-        _, until = self._begin(deadline)
-        if self._codec.part_count(len(value)) > 1:
-            raise CapacityError(f"a note of {len(value)} bytes does not fit into one value")
-        prefix_hash = note_hash(name)
-        key, slot = self._place(NOTE_SPACE, prefix_hash)
-        (part,) = self._codec.split(NOTE_SPACE, prefix_hash, len(value))
+    def _put_note(self, note: bytes, value: bytes, until: float) -> ColdStatus:
+        key, slot = self._place(NOTE_SPACE, note)
+        (part,) = self._codec.split(NOTE_SPACE, note, len(value))
         write_id = self._codec.new_write_id()
         operation = _Put(slot, key + b":0", self._codec, part, memoryview(value), write_id, self._ttl)
         self._carry_out([operation], until)
-        self.stats.count(np.array([operation.status], np.uint8))
         return operation.status
 
-    def get_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
-        """Read a named record."""
-        _, until = self._begin(deadline)
-        prefix_hash = note_hash(name)
-        key, slot = self._place(NOTE_SPACE, prefix_hash)
+    def _get_note(self, note: bytes, until: float) -> tuple[ColdStatus, bytearray]:
+        key, slot = self._place(NOTE_SPACE, note)
         # Its length is not known beforehand: look, then fetch; again if it changed in between.
         operation: _Get | None = None
         status = _MISS
@@ -459,22 +406,19 @@ class RedisColdTier:
             if length == 0:
                 status = _MISS
                 break
-            value = bytearray(min(max(0, length - HEADER_BYTES), self._value_bytes - HEADER_BYTES))
-            part = Part(NOTE_SPACE, prefix_hash, len(value), 0, 1, 0, len(value))
-            operation = _Get(slot, key + b":0", self._codec, part, memoryview(value), self._value_bytes)
+            value = bytearray(min(max(0, length - HEADER_BYTES), self._codec.value_bytes - HEADER_BYTES))
+            part = Part(NOTE_SPACE, note, len(value), 0, 1, 0, len(value))
+            operation = _Get(slot, key + b":0", self._codec, part, memoryview(value), self._codec.value_bytes)
             self._carry_out([operation], until)
             status = operation.status
             if status != _CORRUPT or operation.size == length:
                 break
         if operation is not None and operation.failed and status == _CORRUPT:
             self._delete_unsound([operation], until)
-        self.stats.count(np.array([status], np.uint8))
-        return status, bytes(value) if status == _OK else b""
+        return status, value
 
-    def delete_note(self, name: bytes, deadline: float | None = None) -> bool:
-        """Remove a named record; returns whether it was there."""
-        _, until = self._begin(deadline)
-        key, slot = self._place(NOTE_SPACE, note_hash(name))
+    def _delete_note(self, note: bytes, until: float) -> bool:
+        key, slot = self._place(NOTE_SPACE, note)
         (reply,) = self._call_each([(slot, pack(b"DEL", key + b":0"))], until, numbers=True)
         return reply == 1
 
@@ -487,19 +431,12 @@ class RedisColdTier:
         for server in self._fleet.servers():
             server.check_integrity()
 
-    def close(self) -> None:
-        """Close connections and end the lanes. Idempotent."""
-        self._closed = True
+    def _let_go(self) -> None:
+        """Close connections, and end the lanes."""
         self._fleet.close()
         self._pool.shutdown(wait=True)
 
     # How calls are carried out.
-
-    def _begin(self, deadline: float | None) -> tuple[float, float]:
-        if self._closed:
-            raise ClosedError("the cold tier is closed")
-        now = time.monotonic()
-        return now, now + (self._deadline if deadline is None else deadline)
 
     def _place(self, space: bytes, prefix_hash: bytes) -> tuple[bytes, int]:
         key = self._codec.key(space, prefix_hash)

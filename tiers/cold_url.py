@@ -10,6 +10,7 @@ from .cold_disk import DiskColdTier
 from .cold_redis import DEFAULT_CONNECTIONS, RedisColdTier
 from .cold_redis import DEFAULT_DEADLINE as REDIS_DEADLINE
 from .errors import ConfigError
+from .settings import expect_path
 
 __all__ = ["open_cold_tier"]
 
@@ -40,14 +41,12 @@ def open_cold_tier(
         ConfigError: the scheme is unknown, or a setting does not go with it or is out of range.
         ColdTierUnavailableError: something answers there that is no Redis.
     """
-    if not isinstance(url, str | os.PathLike):
-        raise ConfigError("cold.url", f"must be a URL or a folder, got {url!r}")
-    url = os.fspath(url)
+    url = expect_path("cold.url", url)
     scheme, separator, rest = url.partition("://")
     if separator and scheme != "disk":
         if capacity_bytes is not None:
             raise ConfigError("cold.capacity_bytes", "is for a disk; limit a Redis with its own maxmemory")
-        if fsync:
+        if fsync is not False:
             raise ConfigError("cold.fsync", "is for a disk")
         return RedisColdTier(
             url,

@@ -7,11 +7,15 @@ asked on a machine without a GPU. Source: the CUDA driver API manual.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import re
+from typing import Any, Final
 
 from .errors import ConfigError, KVPagerError
+from .settings import expect_text
 
 __all__ = ["check", "cuda_driver", "device_ordinal", "driver_answers", "use_primary_context"]
+
+_DEVICE: Final = re.compile(r"cuda(:[0-9]{1,4})?")
 
 
 def driver_answers() -> bool:
@@ -59,9 +63,10 @@ def device_ordinal(device: str) -> int:
     Raises:
         ConfigError: ``device`` is neither.
     """
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or not (number.isdecimal() or device == "cuda"):
-        raise ConfigError("device", f"must be cuda or cuda:N, got {device!r}")
+    name = expect_text("device", device)
+    if _DEVICE.fullmatch(name) is None:
+        raise ConfigError("device", f"must be cuda or cuda:N, got {name!r}")
+    number = name.partition(":")[2]
     return int(number or 0)
 
 

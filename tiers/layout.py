@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Final
 
 from .errors import ConfigError
+from .settings import MOST_BYTES, expect_choice, expect_integer, expect_text
 
 __all__ = ["SLICE_ALIGNMENT", "KVLayout"]
 
@@ -23,6 +24,9 @@ _ITEM_BYTES: Final = {
 }
 _SWIZZLED_ROW_BYTES: Final = (128, 256, 512)
 _OPAQUE_PREFIX: Final = "opaque:"
+_MOST_PARTS: Final = 1 << 20
+"""Of layers, heads, and tokens of a block: more than any model has."""
+_MOST: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class KVLayout:
         scale_bytes: bytes of quantisation scales after each slice's rows.
 
     Raises:
-        ConfigError: a value is out of range, or a format does not fit the row.
+        ConfigError: a value is of a wrong type or out of range, or a format does not fit the row.
     """
 
     num_layers: int
@@ -60,32 +64,43 @@ class KVLayout:
     scale_bytes: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(name, f"must be a positive integer, got {value!r}")
-        if self.dtype not in _ITEM_BYTES:
-            raise ConfigError("dtype", f"must be one of {', '.join(_ITEM_BYTES)}, got {self.dtype!r}")
-        if self.planes not in (1, 2):
-            raise ConfigError("planes", f"must be 1 (latent) or 2 (K and V), got {self.planes!r}")
-        if self.window is not None and self.window < 1:
-            raise ConfigError("window", f"must be a positive number of tokens or None, got {self.window!r}")
-        if self.scale_bytes < 0:
-            raise ConfigError("scale_bytes", f"must not be negative, got {self.scale_bytes!r}")
+        checked: dict[str, object] = {
+            "num_layers": expect_integer("num_layers", self.num_layers, 1, _MOST_PARTS),
+            "num_kv_heads": expect_integer("num_kv_heads", self.num_kv_heads, 1, _MOST_PARTS),
+            "head_dim": expect_integer("head_dim", self.head_dim, 1, _MOST),
+            "block_size": expect_integer("block_size", self.block_size, 1, _MOST_PARTS),
+            "dtype": expect_choice("dtype", self.dtype, _ITEM_BYTES),
+            "planes": expect_integer("planes", self.planes, 1, 2),
+            "window": None if self.window is None else expect_integer("window", self.window, 1, _MOST),
+            "scale_bytes": expect_integer("scale_bytes", self.scale_bytes, 0, _MOST),
+        }
+        # Integers of numpy become plain ones: a fingerprint is made of how they are written.
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "format", self._format())
+        if self.block_bytes > MOST_BYTES:
+            raise ConfigError(
+                "block_size",
+                f"{self.block_size} tokens of {self.num_layers} layers, {self.num_kv_heads} heads and "
+                f"{self.head_dim} elements are more bytes than there are addresses",
+            )
+
+    def _format(self) -> str:
+        """The format that is meant, if rows can have it."""
         can_swizzle = self.item_bytes == 2 and self.row_bytes in _SWIZZLED_ROW_BYTES
         if self.format is None:
-            object.__setattr__(self, "format", "swizzled" if can_swizzle else "plain")
-        elif self.format == "swizzled":
+            return "swizzled" if can_swizzle else "plain"
+        name = expect_text("format", self.format)
+        if name == "swizzled":
             if not can_swizzle:
                 raise ConfigError(
                     "format",
                     "swizzled needs token rows of 128, 256 or 512 bytes of 2-byte elements, "
                     f"this row is {self.row_bytes} bytes of {self.dtype}",
                 )
-        elif self.format != "plain" and not (
-            self.format.startswith(_OPAQUE_PREFIX) and len(self.format) > len(_OPAQUE_PREFIX)
-        ):
-            raise ConfigError("format", f"must be swizzled, plain or opaque:NAME, got {self.format!r}")
+        elif name != "plain" and not (name.startswith(_OPAQUE_PREFIX) and len(name) > len(_OPAQUE_PREFIX)):
+            raise ConfigError("format", f"must be swizzled, plain or opaque:NAME, got {name!r}")
+        return name
 
     @property
     def swizzled(self) -> bool:

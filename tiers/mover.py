@@ -25,6 +25,7 @@ import numpy.typing as npt
 from .arena import AddressArray
 from .driver import check, cuda_driver, device_ordinal
 from .errors import ClosedError, ConfigError, KernelError, KVPagerError
+from .settings import expect_integer, expect_seconds, shown
 
 __all__ = [
     "CopyKernel",
@@ -35,6 +36,7 @@ __all__ = [
     "MoverStats",
     "Runs",
     "Transfer",
+    "is_over",
     "merge_runs",
 ]
 
@@ -47,6 +49,7 @@ engine reaches 17 at 64 KiB and 35 at 256 KiB."""
 _PIECE_BYTES: Final = 1 << 20
 """Long runs are cut to this, so that threads can share one and end together."""
 _INT64: Final = np.dtype(np.int64)
+_MOST_THREADS: Final = 256
 _POLL_SECONDS: Final = 50e-6
 _BATCH_COPY_DRIVER: Final = 13000
 """cuMemcpyBatchAsync came with CUDA 12.8, and took today's arguments with 13.0."""
@@ -125,6 +128,16 @@ class Transfer(Protocol):
         ...
 
 
+def is_over(transfer: Transfer) -> bool:
+    """Whether a transfer came to its end, good or bad; `Transfer.wait` then tells which, at once."""
+    try:
+        return transfer.done()
+    except Exception:
+        if transfer.error is None:
+            raise
+        return True
+
+
 class Mover(Protocol):
     """Copies blocks between raw addresses. Safe to call from several threads."""
 
@@ -141,7 +154,7 @@ class Mover(Protocol):
 
         Raises:
             ClosedError: the mover was closed.
-            KernelError: the arrays differ in shape, or ``nbytes`` is not positive.
+            KernelError: the arrays are not int64 or differ in shape, or ``nbytes`` is no positive integer.
         """
         ...
 
@@ -188,13 +201,17 @@ def merge_runs(
     return Runs(src[first], dst[first], lengths * nbytes, first, order)
 
 
-def _checked(src: AddressArray, dst: AddressArray, nbytes: int) -> None:
+def _check(src: AddressArray, dst: AddressArray, nbytes: int) -> None:
+    if not isinstance(src, np.ndarray) or not isinstance(dst, np.ndarray):
+        raise KernelError(
+            f"src and dst must be arrays of addresses, got {type(src).__name__} and {type(dst).__name__}"
+        )
     if src.ndim != 1 or src.shape != dst.shape:
         raise KernelError(f"src and dst must be alike and one-dimensional, got {src.shape} and {dst.shape}")
     if src.dtype != _INT64 or dst.dtype != _INT64:
         raise KernelError(f"src and dst must be int64, got {src.dtype} and {dst.dtype}")
-    if nbytes < 1:
-        raise KernelError(f"nbytes must be positive, got {nbytes}")
+    if type(nbytes) is not int or nbytes < 1:
+        raise KernelError(f"nbytes must be a positive integer, got {shown(nbytes)}")
 
 
 # ---- on the CPU ----
@@ -210,13 +227,11 @@ class HostMover:
         threads: worker threads.
 
     Raises:
-        ConfigError: ``threads`` is not positive.
+        ConfigError: ``threads`` is out of range.
     """
 
     def __init__(self, threads: int = 1) -> None:
-        if threads < 1:
-            raise ConfigError("threads", f"must be positive, got {threads}")
-        self._threads = threads
+        self._threads = threads = expect_integer("threads", threads, 1, _MOST_THREADS)
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="host-mover")
         self._lock = threading.Lock()
         # Plain numbers: making a Flow for each copy would be felt at 256 KiB.
@@ -233,11 +248,11 @@ class HostMover:
 
     def copy(self, src: AddressArray, dst: AddressArray, nbytes: int) -> Transfer:
         """See `Mover.copy`. Batches of up to 1 MiB are over when this returns."""
+        _check(src, dst, nbytes)
         if src.size * nbytes <= INLINE_BYTES:
             started = time.perf_counter()
-            self.copy_now(src, dst, nbytes)
+            self._copy_now(src, dst, nbytes)
             return _Finished(src.size * nbytes, time.perf_counter() - started)
-        _checked(src, dst, nbytes)
         transfer = _HostTransfer(self, src, dst, nbytes)
         with self._lock:
             if self._closed:
@@ -247,7 +262,10 @@ class HostMover:
 
     def copy_now(self, src: AddressArray, dst: AddressArray, nbytes: int) -> None:
         """Copy a batch on the calling thread; arguments and errors as of `copy`."""
-        _checked(src, dst, nbytes)
+        _check(src, dst, nbytes)
+        self._copy_now(src, dst, nbytes)
+
+    def _copy_now(self, src: AddressArray, dst: AddressArray, nbytes: int) -> None:
         if self._closed:
             raise ClosedError("the mover was closed")
         if src.size == 0:
@@ -351,7 +369,7 @@ class _HostTransfer:
 
     def wait(self, timeout: float | None = None) -> bool:
         if timeout is not None:
-            wait_for_futures(self._futures, timeout)
+            wait_for_futures(self._futures, expect_seconds("timeout", timeout))
             return self.done()
         # The waiting thread would be idle: it takes part, alone where no worker has begun.
         busy = [future for future in self._futures if not future.cancel()]
@@ -416,6 +434,10 @@ class CudaMover:
 
     def __init__(self, device: str = "cuda:0", copy_kernel: CopyKernel | None = None) -> None:
         self._ordinal = device_ordinal(device)
+        if copy_kernel is not None and not callable(copy_kernel):
+            raise ConfigError(
+                "copy_kernel", f"must be a function that copies blocks, got {shown(copy_kernel)}"
+            )
         driver = self._driver = cuda_driver()
         self._handle = check(driver.cuDeviceGet(self._ordinal), f"opening {device}")
         self._context = check(
@@ -455,7 +477,7 @@ class CudaMover:
                 a block lies across two registrations of host memory.
             KVPagerError: the driver refuses a copy.
         """
-        _checked(src, dst, nbytes)
+        _check(src, dst, nbytes)
         if src.size == 0:
             return _Finished(0, 0.0)
         with self._lock:
@@ -657,7 +679,7 @@ class _CudaTransfer:
         return self.over
 
     def wait(self, timeout: float | None = None) -> bool:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + expect_seconds("timeout", timeout)
         # Not held up inside the driver: others submit and ask through the same mover meanwhile.
         while not self.done():
             if deadline is not None and time.monotonic() >= deadline:

@@ -37,15 +37,17 @@ from .errors import (
     MemoryUnavailableError,
 )
 from .memory import format_bytes, memory_headroom
+from .settings import MOST_BYTES, expect_flag, expect_integer, expect_path, expect_seconds, expect_text
 
-__all__ = ["PinnedArena", "PinnedStats"]
+__all__ = ["LARGEST_EXTENT", "PinnedArena", "PinnedStats", "capacity_for"]
 
 _log = logging.getLogger(__name__)
 
 _PAGE: Final = mmap.PAGESIZE
 _HUGE_PAGE: Final = 2 << 20
 _SMALLEST_EXTENT: Final = 4 << 20
-_LARGEST_EXTENT: Final = 256 << 20
+LARGEST_EXTENT: Final = 256 << 20
+"""Bytes of the largest extent that an arena makes by itself."""
 _USUAL_EXTENTS: Final = 16
 _SHORTAGE_PAUSE: Final = 2.0
 """Seconds between looks for memory while there is too little for the next extent."""
@@ -103,14 +105,16 @@ class PinnedArena:
         device: str | None = None,
         page_lock: bool = True,
     ) -> None:
+        capacity_bytes = expect_integer("host_bytes", capacity_bytes, 1, MOST_BYTES)
         self.extent_bytes = _extent_bytes(capacity_bytes, extent_bytes)
         """Bytes of an extent."""
         self.num_extents = capacity_bytes // self.extent_bytes
         """Extents that the arena grows to."""
         self.capacity_bytes = self.num_extents * self.extent_bytes
         """Bytes that the arena grows to."""
-        ordinal = None if device in (None, "cpu") else device_ordinal(str(device))
-        self._file = _open_file(name, self.capacity_bytes)
+        ordinal = None if device is None or expect_text("device", device) == "cpu" else device_ordinal(device)
+        page_lock = expect_flag("page_lock", page_lock)
+        self._file = _open_file(None if name is None else expect_path("name", name), self.capacity_bytes)
         self._adopted = os.fstat(self._file.fileno()).st_blocks * 512 >= self.capacity_bytes
         try:
             self._mapping = _Mapping(self._file.fileno(), self.capacity_bytes)
@@ -186,7 +190,9 @@ class PinnedArena:
 
         Raises:
             ClosedError: after `close`.
+            ConfigError: ``timeout`` is no number of seconds.
         """
+        timeout = expect_seconds("timeout", timeout)
         with self._changed:
             self._memory()
             self._changed.wait_for(lambda: self._closing or (self._state == _READY).any(), timeout)
@@ -206,11 +212,13 @@ class PinnedArena:
 
         Raises:
             ClosedError: after `close`.
+            ConfigError: there is no such extent.
             IntegrityError: it is not taken.
         """
+        extent = expect_integer("extent", extent, 0, self.num_extents - 1)
         with self._changed:
             self._memory()
-            if not 0 <= extent < self.num_extents or self._state[extent] != _TAKEN:
+            if self._state[extent] != _TAKEN:
                 raise IntegrityError(f"extent {extent} was given back but nobody had taken it")
             self._state[extent] = _READY
             self._changed.notify_all()
@@ -227,8 +235,7 @@ class PinnedArena:
             ClosedError: after `close`.
             ConfigError: there is no such extent.
         """
-        if not 0 <= extent < self.num_extents:
-            raise ConfigError("extent", f"must be from 0 to {self.num_extents - 1}, got {extent}")
+        extent = expect_integer("extent", extent, 0, self.num_extents - 1)
         return self.view(extent * self.extent_bytes, self.extent_bytes)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
@@ -242,10 +249,8 @@ class PinnedArena:
             ConfigError: the range is not inside the arena.
         """
         memory = self._memory()
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.capacity_bytes:
-            raise ConfigError(
-                "offset", f"{nbytes} bytes from {offset} are not inside an arena of {self.capacity_bytes}"
-            )
+        offset = expect_integer("offset", offset, 0, self.capacity_bytes)
+        nbytes = expect_integer("nbytes", nbytes, 0, self.capacity_bytes - offset)
         return memory[offset : offset + nbytes]
 
     def wait_ready(self, n: int | None = None, timeout: float | None = None) -> bool:
@@ -260,11 +265,11 @@ class PinnedArena:
 
         Raises:
             ClosedError: the arena is or was closed.
-            ConfigError: the arena has fewer than ``n`` extents.
+            ConfigError: the arena has fewer than ``n`` extents; ``timeout`` is no number of seconds.
             MemoryUnavailableError: there is no memory for the next extent now.
         """
-        if n is not None and not 0 <= n <= self.num_extents:
-            raise ConfigError("n", f"must be from 0 to {self.num_extents}, got {n}")
+        n = None if n is None else expect_integer("n", n, 0, self.num_extents)
+        timeout = None if timeout is None else expect_seconds("timeout", timeout)
 
         def enough() -> bool:
             return self._settled if n is None else int(np.count_nonzero(self._state)) >= n
@@ -528,15 +533,25 @@ def _extent_bytes(capacity: int, extent: int | None) -> int:
     if extent is None:
         wanted = 1 << max(0, (capacity // _USUAL_EXTENTS).bit_length() - 1)
         most = 1 << (capacity.bit_length() - 1)
-        return min(max(wanted, _SMALLEST_EXTENT), _LARGEST_EXTENT, most)
-    if extent < 1 or extent % _PAGE:
+        return min(max(wanted, _SMALLEST_EXTENT), LARGEST_EXTENT, most)
+    extent = expect_integer("extent_bytes", extent, _PAGE, MOST_BYTES)
+    if extent % _PAGE:
         raise ConfigError("extent_bytes", f"must be a positive multiple of {_PAGE}, got {extent}")
     if extent > capacity:
         raise ConfigError("extent_bytes", f"{extent} is more than host_bytes, {capacity}")
     return extent
 
 
-def _open_file(name: str | os.PathLike[str] | None, nbytes: int) -> io.FileIO:
+def capacity_for(nbytes: int) -> int:
+    """Bytes of an arena from which on it makes extents of at least ``nbytes`` by itself.
+
+    For no more than `LARGEST_EXTENT`: larger ones it never makes.
+    """
+    extent = 1 << max(_PAGE - 1, nbytes - 1).bit_length()
+    return extent if extent <= _SMALLEST_EXTENT else extent * _USUAL_EXTENTS
+
+
+def _open_file(name: str | None, nbytes: int) -> io.FileIO:
     """The file behind the arena: ``nbytes`` long, its owner's lock held, its room checked where known."""
     if name is None:
         file = io.FileIO(os.memfd_create("kvpager-arena", os.MFD_CLOEXEC), "r+")
@@ -544,19 +559,19 @@ def _open_file(name: str | os.PathLike[str] | None, nbytes: int) -> io.FileIO:
         try:
             file = io.FileIO(os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
         except OSError as error:
-            raise ConfigError("name", f"{os.fspath(name)} cannot be opened: {error.strerror}") from error
+            raise ConfigError("name", f"{name} cannot be opened: {error.strerror}") from error
     try:
         if name is not None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise ConfigError("name", f"{os.fspath(name)} is another process's arena") from error
+                raise ConfigError("name", f"{name} is another process's arena") from error
         status = os.fstat(file.fileno())
         if status.st_size not in (0, nbytes):
             # Somebody's blocks may be in it: never cut or grown.
             raise ConfigError(
                 "host_bytes",
-                f"{os.fspath(name or '')} is an arena of {status.st_size} bytes, not of {nbytes}",
+                f"{name or ''} is an arena of {status.st_size} bytes, not of {nbytes}",
             )
         _check_room(file.fileno(), nbytes, status.st_blocks * 512)
         try:

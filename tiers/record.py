@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import xxhash
 
 from .errors import ConfigError
+from .settings import expect_byte_strings, expect_bytes, expect_integer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,6 +61,8 @@ _NONCE_BYTES: Final = 12
 _PART_ALIGNMENT: Final = 64
 _MAX_PARTS: Final = 1 << 15
 _MIN_SECRET_BYTES: Final = 16
+_NAME_BYTES: Final = 16
+_MOST_VALUE_BYTES: Final = (1 << 32) - 1
 
 
 class Verdict(enum.Enum):
@@ -95,17 +98,23 @@ class Part(NamedTuple):
 _OK, _FOREIGN, _BROKEN = Verdict.OK, Verdict.FOREIGN, Verdict.BROKEN
 
 
-def check_key(space: bytes, hashes: Sequence[bytes]) -> None:
-    """Raise `ConfigError` unless the space and every hash are 16 bytes."""
-    if not isinstance(space, bytes) or len(space) != 16:
-        raise ConfigError("space", f"must be 16 bytes, got {space!r}")
-    for value in hashes:
-        if len(value) != 16:
-            raise ConfigError("hashes", f"must be 16 bytes each, got {value!r}")
+def check_key(space: bytes, hashes: Sequence[bytes]) -> Sequence[bytes]:
+    """The hashes, if the space and each of them are 16 bytes.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    expect_bytes("space", space, _NAME_BYTES)
+    return expect_byte_strings("hashes", hashes, _NAME_BYTES)
 
 
 def note_hash(name: bytes) -> bytes:
-    """16 bytes that stand for a note's name."""
+    """16 bytes that stand for a note's name.
+
+    Raises:
+        ConfigError: the name is no byte string.
+    """
+    expect_bytes("name", name)
     return hashlib.blake2b(name, digest_size=16, person=b"kvpager-note").digest()
 
 
@@ -120,8 +129,8 @@ class RecordCodec:
         setting: how error messages name the secret's setting.
 
     Raises:
-        ConfigError: the secret is too short, or needs the package `cryptography`, which is missing;
-            or `value_bytes` is out of range.
+        ConfigError: the secret is no secret or too short, or needs the package `cryptography`, which is
+            missing; or `value_bytes` is out of range.
     """
 
     def __init__(
@@ -131,13 +140,16 @@ class RecordCodec:
         value_bytes: int = DEFAULT_VALUE_BYTES,
         setting: str = "cold.secret",
     ) -> None:
-        if not HEADER_BYTES + _PART_ALIGNMENT <= value_bytes < 1 << 32:
-            raise ConfigError("cold.value_bytes", f"must be 160 bytes to 4 GiB, got {value_bytes!r}")
-        self._room = (value_bytes - HEADER_BYTES) // _PART_ALIGNMENT * _PART_ALIGNMENT
+        least = HEADER_BYTES + _PART_ALIGNMENT
+        value_bytes = expect_integer("cold.value_bytes", value_bytes, least, _MOST_VALUE_BYTES)
+        self.value_bytes = value_bytes
+        """Upper limit of one stored value, header included."""
+        self.part_bytes = (value_bytes - HEADER_BYTES) // _PART_ALIGNMENT * _PART_ALIGNMENT
+        """Most payload bytes of one stored value."""
         self._seal: _Seal | None = None
         identity = b"plain"
         if secret is not None:
-            raw = secret.encode() if isinstance(secret, str) else secret
+            raw = _as_bytes(setting, secret)
             if len(raw) < _MIN_SECRET_BYTES:
                 raise ConfigError(setting, f"must be at least {_MIN_SECRET_BYTES} bytes, got {len(raw)}")
             # The salt is fixed because hosts that share a secret must arrive at the same key.
@@ -158,7 +170,7 @@ class RecordCodec:
         Raises:
             ConfigError: the payload is too large for the value size.
         """
-        count = max(1, -(-payload_bytes // self._room))
+        count = max(1, -(-payload_bytes // self.part_bytes))
         if count > _MAX_PARTS:
             raise ConfigError("cold.value_bytes", f"too small for payloads of {payload_bytes} bytes")
         return count
@@ -262,6 +274,18 @@ class RecordCodec:
     def new_write_id() -> int:
         """A random 64-bit number that marks the parts of one write."""
         return int.from_bytes(os.urandom(8), "little")
+
+
+def _as_bytes(setting: str, secret: object) -> bytes:
+    # A secret of a wrong type is not shown: it may be one all the same.
+    if isinstance(secret, bytes):
+        return secret
+    if not isinstance(secret, str):
+        raise ConfigError(setting, f"must be a string or bytes, got a {type(secret).__name__}")
+    try:
+        return secret.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(setting, "must be text that UTF-8 can hold") from None
 
 
 def _checksum(fields: bytes, payload: memoryview) -> bytes:
