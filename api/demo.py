@@ -11,18 +11,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
-import multiprocessing
-import os
 import shutil
-import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from ..tiers.errors import ConfigError, KVPagerError
-from ..tiers.settings import expect_integer
+from ..tiers.errors import ConfigError
+from ..tiers.settings import expect_integer, expect_text
+from .processes import Interruptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,89 +57,40 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    expect_text("--model", options.model)
+    expect_text("--device", options.device)
+    expect_integer("--sessions", options.sessions, 1, _MOST_SESSIONS)
+    expect_integer("--answer-tokens", options.answer_tokens, 1, _MOST_ANSWER_TOKENS)
     for package in ("torch", "transformers", "safetensors", "gguf", "rich"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                "demo", f"needs the engine, {package} is missing: pip install 'kvpager[engine]'"
+                "demo", f'needs the engine, {package} is missing: pip install "kvpager[engine]"'
             )
     from rich.console import Console
 
     from .demo_chats import Settings, first_process, second_process
 
-    expect_integer("--sessions", options.sessions, 1, _MOST_SESSIONS)
-    expect_integer("--answer-tokens", options.answer_tokens, 1, _MOST_ANSWER_TOKENS)
     console = Console()
-    with _ending_as_interrupted(), _cold_place(options) as cold:
+    with Interruptions() as interruptions, _cold_place(options, interruptions) as cold:
         settings = Settings(options.model, options.device, options.sessions, options.answer_tokens, cold)
-        first: Chats = _in_process(first_process, settings)
+        first: Chats = interruptions.run_apart(first_process, settings)
         console.print("\n[bold]The process has ended; another one starts with empty VRAM and host memory.[/]")
-        second: Chats = _in_process(second_process, settings, first)
+        second: Chats = interruptions.run_apart(second_process, settings, first)
     return _report(console, first, second)
 
 
 @contextmanager
-def _cold_place(options: argparse.Namespace) -> Iterator[str]:
+def _cold_place(options: argparse.Namespace, interruptions: Interruptions) -> Iterator[str]:
     """Where the cold tier is kept; a folder made for the demo goes when it is over."""
-    chosen = options.redis if options.redis is not None else options.disk
-    if chosen is not None:
-        if not chosen:
-            raise ConfigError("--redis" if options.redis is not None else "--disk", "must not be empty")
-        yield chosen
-        return
-    folder = tempfile.mkdtemp(prefix="kvpager-demo-")
-    try:
+    for option, chosen in (("--redis", options.redis), ("--disk", options.disk)):
+        if chosen is not None:
+            yield expect_text(option, chosen)
+            return
+    with ExitStack() as rest:
+        with interruptions.put_off():
+            folder = tempfile.mkdtemp(prefix="kvpager-demo-")
+            rest.callback(shutil.rmtree, folder)
         yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
-def _in_process(work: Callable[..., Any], *arguments: object) -> Any:
-    """Run `work` in a fresh process and return what it returns; its errors are raised here."""
-    # Threads that spin while they wait would take the time of the ones that compute, on a shared machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(sender, work, arguments), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        result = receiver.recv()
-    except EOFError:
-        process.join()
-        raise KVPagerError(f"a part of the demo ended without a word, exit code {process.exitcode}") from None
-    finally:
-        # Where this process is asked to end, the other must not compute on.
-        process.terminate()
-        process.join()
-    if isinstance(result, BaseException):
-        raise result
-    return result
-
-
-def _send_result(sender: Connection, work: Callable[..., Any], arguments: tuple[object, ...]) -> None:
-    # Ctrl-C reaches every process of the terminal; the parent hears it and ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        sender.send(work(*arguments))
-    except KVPagerError as error:
-        sender.send(error)
-    finally:
-        sender.close()
-
-
-@contextmanager
-def _ending_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the demo as Ctrl-C does: what it made is removed."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _report(console: Console, first: Chats, second: Chats) -> int:

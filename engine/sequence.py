@@ -13,6 +13,7 @@ from ..kvstore.loading import ColdLoad
 from ..kvstore.session import SleepingSequence
 from ..kvstore.store import NamedPrompt
 from .sampler import SamplingParams
+from .sessions import SessionLookup
 
 __all__ = ["CachedTokens", "FinishReason", "Sequence", "SequenceState"]
 
@@ -36,6 +37,8 @@ class FinishReason(enum.StrEnum):
     """Its limit of tokens, or the model's."""
     ABORTED = "aborted"
     """Its caller no longer wants it."""
+    CAPACITY = "capacity"
+    """No tier had room for one more of its blocks, though it ran alone."""
 
 
 @dataclass
@@ -79,7 +82,10 @@ class Sequence:
     partial_at: int | None = None
     state: SequenceState = SequenceState.WAITING
     row: int | None = None
+    lookup: SessionLookup | None = None
+    """The record of its session, while that is on its way."""
     prompt: NamedPrompt | None = None
+    """Its prompt, named; None before the record of its session has come."""
     load: ColdLoad | None = None
     load_until: float | None = None
     """When it is no longer worth waiting for the load; None before one was started."""

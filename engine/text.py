@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["TextStream"]
+from .sequence import FinishReason, Sequence
+
+__all__ = ["TextStream", "Texts"]
 
 
 class TextStream:
@@ -23,7 +26,7 @@ class TextStream:
         stop: strings that end the text; they are not part of it.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Many[str] = ()) -> None:
         self.text = ""
         self.stopped = False
         """Whether a stop string was met."""
@@ -70,4 +73,57 @@ class TextStream:
 
     def _decode(self, tokens: npt.NDArray[np.int32]) -> str:
         text: str = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        return text
+
+
+class Texts:
+    """The texts of running sequences that are read as their tokens come: for streams and stop strings.
+
+    Args:
+        tokenizer: transformers' tokenizer; None where the model has none, and no text is watched.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._watched: dict[int, tuple[Sequence, TextStream]] = {}
+
+    def watch(self, sequence: Sequence) -> TextStream:
+        """Read a sequence's text as it comes."""
+        _, text = self._watched.setdefault(
+            sequence.id, (sequence, TextStream(self._tokenizer, sequence.params.stop))
+        )
+        return text
+
+    def read(self, tokens_of: Callable[[Sequence], npt.NDArray[np.int32]]) -> list[Sequence]:
+        """Read on; returns the running sequences that have met a stop string.
+
+        Args:
+            tokens_of: all tokens known of a sequence.
+        """
+        stopped = []
+        for sequence, text in self._watched.values():
+            if sequence.row is not None:
+                text.feed(tokens_of(sequence)[sequence.num_prompt :])
+                if text.stopped:
+                    stopped.append(sequence)
+        return stopped
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence is over: keep its whole text, if it was watched."""
+        if sequence.id not in self._watched:
+            return
+        _, text = self._watched.pop(sequence.id)
+        text.feed(sequence.output, last=True)
+        sequence.text = text.text
+        # Its last token may have both ended a stop string and been the last that it may have.
+        if text.stopped and sequence.finish_reason is FinishReason.LENGTH:
+            sequence.finish_reason = FinishReason.STOP
+
+    def text_of(self, sequence: Sequence) -> str:
+        """The text of a sequence that is over; empty where there is no tokenizer."""
+        if sequence.text is not None:
+            return sequence.text
+        if self._tokenizer is None:
+            return ""
+        text: str = self._tokenizer.decode(sequence.output.tolist(), skip_special_tokens=True)
         return text

@@ -1,8 +1,17 @@
-"""What every test file may rely on: the long form of soaks, and tests that need a GPU."""
+"""What every test file may rely on: the long form of soaks, tests that need a GPU, and tiny engines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import pytest
+
+# Torch takes seconds to import, and most tests are without it: fixtures import where they are asked for.
+if TYPE_CHECKING:
+    from kvpager.engine import LLM
+    from kvpager.tests.engine_cases import Case, MakeLLM
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,7 +32,61 @@ def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
 
 
 def _has_gpu() -> bool:
-    # Imported where it is asked for: most runs have no such test, and torch takes seconds.
     import torch
 
     return torch.cuda.is_available()
+
+
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda:0", id="gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """The CPU, and a GPU where there is one."""
+    name: str = request.param
+    if name != "cpu":
+        import torch
+
+        # Products in full float32, as on the CPU that the tokens are compared with.
+        torch.set_float32_matmul_precision("highest")
+    return name
+
+
+@pytest.fixture(scope="module")
+def llama(device: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A tiny Llama on a device, without a tokenizer."""
+    from kvpager.tests.engine_cases import make_case
+
+    return make_case("llama", device, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def speaking(llama: Case) -> Case:
+    """The same with a tokenizer whose tokens end in the middle of words and of characters."""
+    from kvpager.tests.engine_cases import byte_tokenizer
+
+    return replace(llama, loaded=replace(llama.loaded, tokenizer=byte_tokenizer(199)))
+
+
+@pytest.fixture
+def made() -> Iterator[list[LLM]]:
+    """Engines of a test; at its end each one's books must balance."""
+    from kvpager.tests.engine_cases import check
+
+    engines: list[LLM] = []
+    yield engines
+    try:
+        for llm in engines:
+            if not llm.closed:
+                check(llm)
+    finally:
+        for llm in engines:
+            llm.close()
+
+
+@pytest.fixture
+def make_llama(llama: Case, made: list[LLM]) -> MakeLLM:
+    """Makes engines on the tiny Llama."""
+    from kvpager.tests.engine_cases import maker
+
+    return maker(llama, made)

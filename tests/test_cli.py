@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import kvpager
 import pytest
 from kvpager.api.cli import main
+from kvpager.tests.process_tree import await_child, is_there
 
 SCRIPT = Path(sys.executable).with_name("kvpager")
 
@@ -86,7 +86,7 @@ def test_a_model_that_cannot_be_read_is_said_to_be_so(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF is not all that a model needs")
     done = run("demo", "--model", str(path))
-    check_one_line(done.returncode, done.stderr, f"kvpager demo: {path}")
+    check_one_line(done.returncode, done.stderr, f"kvpager demo: {path}: the GGUF file is cut off")
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "abacus"])
@@ -102,10 +102,11 @@ def test_a_password_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
     assert "sesame" not in shown.out + shown.err
 
 
-def test_an_empty_place_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--redis", "--disk"):
+def test_what_is_empty_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--redis", "--disk", "--model", "--device"):
         code = main(["demo", flag, ""])
-        check_one_line(code, capsys.readouterr().err, f"kvpager demo: {flag}: must not be empty\n")
+        said = f"kvpager demo: {flag}: must be a string that is not empty, got ''\n"
+        check_one_line(code, capsys.readouterr().err, said)
 
 
 def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -116,13 +117,12 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    # Its folder is made once it is ready to be interrupted; imports before that take seconds.
-    until = time.monotonic() + 100
-    while not list(tmp_path.glob("kvpager-demo-*")) and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(2.0)  # and its other process has begun
+    # Imports take seconds before that.
+    child = await_child(demo.pid, "spawn_main", 100.0)
+    assert list(tmp_path.glob("kvpager-demo-*"))
     demo.send_signal(signal.SIGTERM)
     _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 130
-    assert "Traceback" not in errors
+    assert errors == ""
+    assert not is_there(child)
     assert not list(tmp_path.glob("kvpager-demo-*"))

@@ -7,6 +7,7 @@ import heapq
 import inspect
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -19,16 +20,18 @@ import tokenizers
 import torch
 import transformers
 from kvpager.tests.model_files import require_smollm2
+from kvpager.tests.process_tree import await_child, is_there
 from kvpager.tests.redis_servers import RedisServer, free_port
 
 SCRIPT = Path(sys.executable).with_name("kvpager")
+SMALL = ("demo", "--sessions", "3", "--answer-tokens", "4", "--device", "cpu")
 EQUAL = re.compile(r"All (\d+) answers equal")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The installed command with three short chats, in a process of its own."""
     return subprocess.run(
-        [str(SCRIPT), "demo", "--sessions", "3", "--answer-tokens", "4", "--device", "cpu", *arguments],
+        [str(SCRIPT), *SMALL, *arguments],
         capture_output=True,
         text=True,
         timeout=250,
@@ -114,3 +117,29 @@ def test_the_demo_without_its_redis_says_so_and_shows_no_traceback(tiny: Path) -
         check_done(done)
     else:
         assert done.returncode == 1
+
+
+def test_a_demo_that_is_interrupted_as_its_second_process_starts_ends_quietly(
+    tiny: Path, tmp_path: Path
+) -> None:
+    demo = subprocess.Popen(
+        [
+            str(SCRIPT),
+            *SMALL,
+            "--model",
+            str(tiny),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "2", "COLUMNS": "200", "TMPDIR": str(tmp_path)},
+    )
+    assert demo.stdout is not None
+    assert any("The process has ended" in line for line in demo.stdout)
+    child = await_child(demo.pid, "spawn_main")
+    demo.send_signal(signal.SIGTERM)
+    _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert errors == ""
+    assert not is_there(child)
+    assert not list(tmp_path.glob("kvpager-demo-*"))

@@ -1,68 +1,37 @@
 """The engine on tiny random models, on the CPU and on a GPU: the same greedy tokens as transformers.
 
-Wherever the KV comes from, whatever else runs, and whatever the cold tier does meanwhile.
+Wherever the KV comes from, and whatever else runs.
 """
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
-from kvpager.engine.llm import LLM, Completion
-from kvpager.engine.loader import LoadedModel, load_model
+from kvpager.engine.llm import LLM
 from kvpager.engine.sampler import SamplingParams
-from kvpager.engine.sequence import FinishReason, Sequence, SequenceState
-from kvpager.tests.model_files import save_tiny_model
-from kvpager.tests.redis_servers import RedisServer
-from kvpager.tiers.cold_disk import DiskColdTier
-from kvpager.tiers.cold_redis import RedisColdTier
-from kvpager.tiers.errors import (
-    CapacityError,
-    ClosedError,
-    ConfigError,
-    KVPagerError,
-    MemoryUnavailableError,
-    ModelError,
-    RequestError,
+from kvpager.engine.sequence import FinishReason, SequenceState
+from kvpager.tests.engine_cases import (
+    GREEDY,
+    SIZE,
+    TOKENS,
+    Case,
+    MakeLLM,
+    answers,
+    check,
+    check_nothing_is_held,
+    evict_device,
+    evict_host,
+    finish,
+    make_case,
+    maker,
+    run_until,
 )
-
-TOKENS = 21
-SIZE = 8
-"""Tokens per block."""
-GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda:0", id="gpu", marks=pytest.mark.gpu)]
-
-Tokens = tuple[int, ...]
-MakeLLM = Callable[..., LLM]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A tiny model on a device, prompts, and the tokens that transformers answers them with on the CPU."""
-
-    loaded: LoadedModel
-    device: str
-    prompts: list[list[int]]
-    truth: list[Tokens]
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    if name != "cpu":
-        # Products in full float32, as on the CPU that the tokens are compared with.
-        torch.set_float32_matmul_precision("highest")
-    return name
+from kvpager.tiers.cold_disk import DiskColdTier
+from kvpager.tiers.errors import RequestError
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "qwen3"])
@@ -70,123 +39,9 @@ def case(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.T
     return make_case(request.param, device, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module")
-def llama(device: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case("llama", device, tmp_path_factory.mktemp("llama"))
-
-
-def make_case(kind: str, device: str, folder: Path) -> Case:
-    model = save_tiny_model(kind, folder)
-    random = np.random.default_rng(7)
-    shared = random.integers(2, 199, 4 * SIZE).tolist()
-    lengths = (1, SIZE - 1, SIZE, SIZE + 1, 3 * SIZE + 2, 77)
-    prompts = [random.integers(2, 199, length).tolist() for length in lengths]
-    prompts += [shared + random.integers(2, 199, length).tolist() for length in (1, SIZE, 13)]
-    loaded = load_model(folder, dtype="float32", device=device)
-    return Case(loaded, device, prompts, [continued(model, prompt, TOKENS) for prompt in prompts])
-
-
-def continued(model: Any, prompt: list[int], count: int) -> Tokens:
-    """The tokens that transformers' own generate, greedy, adds to a prompt."""
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return tuple(output[0, len(prompt) :].tolist())
-
-
-@pytest.fixture
-def made() -> Iterator[list[LLM]]:
-    """Engines of a test; at its end each one's books must balance."""
-    engines: list[LLM] = []
-    yield engines
-    try:
-        for llm in engines:
-            if not llm.closed:
-                check(llm)
-    finally:
-        for llm in engines:
-            llm.close()
-
-
 @pytest.fixture
 def make_llm(case: Case, made: list[LLM]) -> MakeLLM:
     return maker(case, made)
-
-
-@pytest.fixture
-def make_llama(llama: Case, made: list[LLM]) -> MakeLLM:
-    return maker(llama, made)
-
-
-def maker(case: Case, made: list[LLM]) -> MakeLLM:
-    def make(**settings: Any) -> LLM:
-        defaults: dict[str, Any] = {
-            "device": case.device,
-            "block_size": SIZE,
-            "device_blocks": 160,
-            "host_bytes": 8 << 20,
-            "max_sequences": 12,
-        }
-        made.append(LLM(case.loaded, **(defaults | settings)))
-        return made[-1]
-
-    return make
-
-
-def check(llm: LLM) -> None:
-    llm.store.check_integrity()
-    if llm.host is not None:
-        llm.host.check_integrity()
-
-
-def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Tokens]:
-    return [completion.token_ids for completion in llm.generate(prompts, params)]
-
-
-def finish(llm: LLM, sequences: list[Sequence]) -> list[Completion]:
-    while any(sequence.state is not SequenceState.FINISHED for sequence in sequences):
-        llm.step()
-    return [llm.completion(sequence) for sequence in sequences]
-
-
-def evict_device(llm: LLM) -> None:
-    llm.store.evict(llm.store.pool.capacity)
-
-
-def evict_host(llm: LLM) -> None:
-    """Leave KV in the cold tier alone."""
-    evict_device(llm)
-    assert llm.host is not None
-    assert llm.store.host is not None
-    assert llm.host.flush() == 0
-    llm.store.host.evict(llm.store.host.capacity)
-    assert llm.store.host.resident == 0
-
-
-def check_nothing_is_held(llm: LLM) -> None:
-    """Every row, block and lease is given back."""
-    assert len(llm.scheduler) == 0
-    llm.store.flush()
-    llm.store.poll()
-    check(llm)
-    assert not len(llm.store.table.rows_in_use)
-    assert llm.store.available_blocks == llm.store.pool.capacity
-    if llm.store.host is not None:
-        llm.store.host.evict(llm.store.host.capacity)
-        assert llm.store.host.resident == 0, "something still has a lease"
-
-
-def run_until(llm: LLM, sequence: Sequence, state: SequenceState) -> None:
-    for _ in range(500):
-        if sequence.state is state:
-            return
-        llm.step()
-    raise AssertionError(f"the sequence never was {state.value}")
 
 
 # The same tokens as transformers
@@ -358,6 +213,37 @@ def test_many_requests_with_few_rows(llama: Case, make_llama: MakeLLM) -> None:
     check_nothing_is_held(llm)
 
 
+def test_a_session_that_is_ended_is_forgotten_and_its_blocks_stay_cached(
+    llama: Case, make_llama: MakeLLM
+) -> None:
+    llm = make_llama()
+    prompt = llama.prompts[-1]
+    llm.generate([prompt], GREEDY, sessions=["one"])
+    assert llm.end_session("one")
+    assert not llm.end_session("one")
+    assert llm.session_tokens("one") is None
+    assert llm.generate([prompt], GREEDY)[0].cached.total == (len(prompt) - 1) // SIZE * SIZE
+
+
+def test_what_runs_when_an_engine_is_closed_goes_on_elsewhere(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path
+) -> None:
+    llm = make_llama(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    sequence = llm.submit(llama.prompts[5], GREEDY, session="chat")
+    run_until(llm, sequence, SequenceState.DECODING)
+    for _ in range(6):
+        llm.step()
+    llm.close(drain=30.0)
+    done = llm.completion(sequence).token_ids
+    assert done == llama.truth[5][:7]
+
+    llm = make_llama(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    rest = replace(GREEDY, max_tokens=TOKENS - len(done))
+    (answer,) = llm.generate(llama.prompts[5] + list(done), rest, sessions=["chat"])
+    assert done + answer.token_ids == llama.truth[5]
+    assert answer.cached.cold == len(llama.prompts[5]) + len(done) - 1
+
+
 # What is shared, and what never is
 
 
@@ -508,33 +394,6 @@ def test_an_aborted_sequence_frees_everything(
 # Text
 
 
-@pytest.fixture(scope="module")
-def speaking(llama: Case) -> Case:
-    """The model with a tokenizer whose tokens end in the middle of words and of characters."""
-    return replace(llama, loaded=replace(llama.loaded, tokenizer=byte_tokenizer(199)))
-
-
-def byte_tokenizer(size: int) -> Any:
-    """A byte-level BPE tokenizer with `size` tokens, a few of them words."""
-    import tokenizers
-
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    symbols = sorted(alphabet)[: size - 8]
-    vocabulary = {symbol: at for at, symbol in enumerate(symbols)}
-    merges: list[tuple[str, str]] = []
-    for left, right in (("t", "h"), ("th", "e"), ("a", "t"), ("s", "at"), ("c", "at")):
-        if left in vocabulary and right in vocabulary:
-            merges.append((left, right))
-            vocabulary[left + right] = len(vocabulary)
-    while len(vocabulary) < size:
-        vocabulary[f"<{len(vocabulary)}>"] = len(vocabulary)
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    fast: Any = transformers.PreTrainedTokenizerFast
-    return fast(tokenizer_object=tokenizer)
-
-
 def test_a_streamed_answer_is_the_whole_text(speaking: Case, made: list[LLM]) -> None:
     llm = maker(speaking, made)()
     (whole,) = llm.generate(speaking.prompts[4], GREEDY)
@@ -592,301 +451,3 @@ def test_a_fork_stops_at_its_own_strings(speaking: Case, made: list[LLM]) -> Non
     first, second = finish(llm, [sequence, twin])
     assert first.text == whole.text
     assert second.text == whole.text[: whole.text.index(stop)]
-
-
-# What bad input gets
-
-
-@pytest.mark.parametrize(
-    ("prompt", "said"),
-    [
-        ([[]], "empty"),
-        ([3, 4, 199], "token ids must be from 0 to 198"),
-        ([3, -1], "token ids must be from 0 to 198"),
-        ([3, 2**70], "prompt is text, token ids, or messages"),
-        ([3, 2.5], "prompt is text, token ids, or messages"),
-        ([[3, [4]]], "prompt is text, token ids, or messages"),
-        ([[[3], [4]]], "prompt is text, token ids, or messages"),
-        (np.zeros((2, 2), dtype=np.int32), "prompt is text, token ids, or messages"),
-        (np.array(3), "prompt is text, token ids, or messages"),
-        ([2] * 512, "max_tokens allows 511"),
-        ("words", "no tokenizer"),
-        ([{"role": "user", "content": "words"}], "no chat template"),
-        ([{"role": "user", "content": "words"}, 4], "messages"),
-        ({"role": "user"}, "prompt is text, token ids, or messages"),
-        (5, "prompt is text, token ids, or messages"),
-        (None, "prompt is text, token ids, or messages"),
-    ],
-)
-def test_bad_prompts_are_refused(make_llama: MakeLLM, prompt: Any, said: str) -> None:
-    llm = make_llama()
-    with pytest.raises(RequestError, match=said):
-        llm.generate(prompt, GREEDY)
-    check_nothing_is_held(llm)
-
-
-def test_no_prompts_get_no_answers(make_llama: MakeLLM) -> None:
-    assert make_llama().generate([]) == []
-
-
-def test_text_that_no_tokenizer_takes_is_refused(speaking: Case, made: list[LLM]) -> None:
-    llm = maker(speaking, made)()
-    with pytest.raises(RequestError, match="the prompt cannot be tokenized"):
-        llm.submit("half a character: \ud83d")
-    with pytest.raises(RequestError, match="empty"):
-        llm.submit("")
-    check_nothing_is_held(llm)
-
-
-def test_a_bad_prompt_among_good_ones_leaves_none_behind(llama: Case, make_llama: MakeLLM) -> None:
-    llm = make_llama()
-    with pytest.raises(RequestError, match="empty"):
-        llm.generate([llama.prompts[0], []], GREEDY)
-    check_nothing_is_held(llm)
-
-
-def test_bad_params_are_refused(llama: Case, make_llama: MakeLLM) -> None:
-    llm = make_llama()
-    with pytest.raises(RequestError, match="stop_token_ids must be from 0 to 198, got 199"):
-        llm.submit(llama.prompts[0], replace(GREEDY, stop_token_ids=(199,), min_tokens=2))
-    with pytest.raises(RequestError, match="no tokenizer"):
-        llm.submit(llama.prompts[0], replace(GREEDY, stop="words"))
-    with pytest.raises(RequestError, match="2 prompts with 1 sampling params"):
-        llm.generate(llama.prompts[:2], [GREEDY])
-    with pytest.raises(RequestError, match="2 prompts with 2 sampling params and 1 sessions"):
-        llm.generate(llama.prompts[:2], GREEDY, sessions=["a"])
-    with pytest.raises(RequestError, match="no tokenizer"):
-        next(llm.stream(llama.prompts[0], GREEDY))
-    check_nothing_is_held(llm)
-
-
-def test_bad_forks_are_refused(llama: Case, make_llama: MakeLLM) -> None:
-    llm = make_llama(max_sequences=2, host_bytes=0, device_blocks=12)
-    sequence = llm.submit(llama.prompts[4], GREEDY)
-    with pytest.raises(RequestError, match="is waiting; only a decoding one forks"):
-        llm.fork(sequence)
-    run_until(llm, sequence, SequenceState.DECODING)
-    for _ in range(3):
-        llm.step()
-    with pytest.raises(RequestError, match="4 tokens already; max_tokens allows 4"):
-        llm.fork(sequence, replace(GREEDY, max_tokens=4))
-    with pytest.raises(RequestError, match="device_blocks"):
-        llm.fork(sequence, replace(GREEDY, max_tokens=400))
-    with pytest.raises(RequestError, match="no tokenizer"):
-        llm.fork(sequence, replace(GREEDY, stop="words"))
-    twin = llm.fork(sequence)
-    with pytest.raises(CapacityError, match="rows"):
-        llm.fork(sequence)
-    with pytest.raises(RequestError, match="has not finished"):
-        llm.completion(sequence)
-    assert [one.token_ids for one in finish(llm, [sequence, twin])] == [llama.truth[4]] * 2
-    with pytest.raises(RequestError, match="is finished"):
-        llm.fork(sequence)
-    check_nothing_is_held(llm)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "said"),
-    [
-        ({"block_size": 0}, ConfigError, "block_size"),
-        ({"block_size": -4}, ConfigError, "block_size"),
-        ({"device_blocks": 0}, ConfigError, "device_blocks"),
-        ({"device_blocks": -1}, ConfigError, "device_blocks"),
-        ({"device_blocks": None, "device_bytes": -1}, ConfigError, "device_bytes"),
-        ({"device_blocks": None, "device_bytes": 10}, ConfigError, "device_bytes"),
-        ({"device_blocks": 9, "device_bytes": 1 << 20}, ConfigError, "device_bytes"),
-        ({"host_bytes": -1}, ConfigError, "host_bytes"),
-        ({"host_bytes": 1 << 60}, MemoryUnavailableError, "host_bytes|memory"),
-        ({"device_blocks": 1 << 28}, MemoryUnavailableError, "device|memory"),
-        ({"max_sequences": 0}, ConfigError, "max_sequences"),
-        ({"max_sequences": -3}, ConfigError, "max_sequences"),
-        ({"max_tokens": 1}, ConfigError, "max_tokens"),
-        ({"max_tokens": 513}, ConfigError, "max_tokens: must be between 2 and the model's 512"),
-        ({"step_tokens": 0}, ConfigError, "step_tokens"),
-        ({"load_seconds": -1.0}, ConfigError, "load_seconds"),
-        ({"device": "abacus"}, ConfigError, "device"),
-        ({"device": "meta"}, ConfigError, "device"),
-        ({"device": "cuda:99"}, ConfigError, "device"),
-    ],
-)
-def test_bad_settings_are_refused(
-    make_llama: MakeLLM, settings: dict[str, Any], error: type[KVPagerError], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        make_llama(**settings)
-
-
-def test_bad_models_and_missing_host_memory_are_refused(make_llama: MakeLLM, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no model"):
-        LLM(tmp_path / "nothing", device="cpu")
-    with pytest.raises(ConfigError, match="device"):
-        LLM(tmp_path / "nothing", device="cuda:99")
-    with (
-        closing(DiskColdTier(tmp_path, capacity_bytes=1 << 20)) as cold,
-        pytest.raises(ConfigError, match="host_bytes: a cold tier needs host memory"),
-    ):
-        make_llama(cold=cold, host_bytes=0)
-
-
-def test_what_the_tiers_never_hold_is_refused_and_the_rest_goes_on(llama: Case, make_llama: MakeLLM) -> None:
-    llm = make_llama(device_blocks=6, host_bytes=0)
-    running = llm.submit(llama.prompts[0], GREEDY)
-    with pytest.raises(RequestError, match="device_blocks"):
-        llm.submit(llama.prompts[5], GREEDY)
-    assert finish(llm, [running])[0].token_ids == llama.truth[0]
-
-
-def test_a_session_that_is_ended_is_forgotten_and_its_blocks_stay_cached(
-    llama: Case, make_llama: MakeLLM
-) -> None:
-    llm = make_llama()
-    prompt = llama.prompts[-1]
-    llm.generate([prompt], GREEDY, sessions=["one"])
-    assert llm.end_session("one")
-    assert not llm.end_session("one")
-    assert llm.session_tokens("one") is None
-    assert llm.generate([prompt], GREEDY)[0].cached.total == (len(prompt) - 1) // SIZE * SIZE
-
-
-def test_a_second_thread_is_refused_while_one_drives(llama: Case, make_llama: MakeLLM) -> None:
-    llm = make_llama()
-    refused: list[Exception] = []
-
-    def meddle() -> None:
-        try:
-            llm.step()
-        except RequestError as error:
-            refused.append(error)
-
-    def listen(event: object) -> None:
-        other = Thread(target=meddle)
-        other.start()
-        other.join()
-
-    # A listener runs in the midst of a step.
-    end = llm.store.subscribe(listen)
-    assert llm.generate([llama.prompts[-1]], GREEDY)[0].token_ids == llama.truth[-1]
-    end()
-    assert refused
-    assert "one thread drives it" in str(refused[0])
-
-
-def test_a_closed_engine_says_so(llama: Case, make_llama: MakeLLM) -> None:
-    llm = make_llama(max_sequences=2)
-    sequences = [llm.submit(prompt, GREEDY, session=str(len(prompt))) for prompt in llama.prompts[3:7]]
-    run_until(llm, sequences[0], SequenceState.DECODING)
-    llm.step()
-    llm.close()
-    llm.close()
-    for sequence in sequences:
-        llm.abort(sequence)
-        completion = llm.completion(sequence)
-        assert completion.finish_reason is FinishReason.ABORTED
-    assert llm.completion(sequences[0]).token_ids == llama.truth[3][:2]
-    for call in (
-        lambda: llm.submit(llama.prompts[0]),
-        lambda: llm.generate(llama.prompts[0]),
-        lambda: next(llm.stream(llama.prompts[0])),
-        llm.step,
-        lambda: llm.fork(sequences[0]),
-        llm.reset_cache,
-        llm.save_sessions,
-        lambda: llm.session_tokens("x"),
-    ):
-        with pytest.raises(ClosedError, match="closed"):
-            call()
-
-
-def test_what_runs_when_an_engine_is_closed_goes_on_elsewhere(
-    llama: Case, make_llama: MakeLLM, tmp_path: Path
-) -> None:
-    llm = make_llama(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
-    sequence = llm.submit(llama.prompts[5], GREEDY, session="chat")
-    run_until(llm, sequence, SequenceState.DECODING)
-    for _ in range(6):
-        llm.step()
-    llm.close(drain=30.0)
-    done = llm.completion(sequence).token_ids
-    assert done == llama.truth[5][:7]
-
-    llm = make_llama(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
-    rest = replace(GREEDY, max_tokens=TOKENS - len(done))
-    (answer,) = llm.generate(llama.prompts[5] + list(done), rest, sessions=["chat"])
-    assert done + answer.token_ids == llama.truth[5]
-    assert answer.cached.cold == len(llama.prompts[5]) + len(done) - 1
-
-
-# A cold tier that fails
-
-
-def test_a_disk_that_is_lost_costs_hits_and_nothing_else(
-    llama: Case, make_llama: MakeLLM, tmp_path: Path
-) -> None:
-    folder = tmp_path / "cold"
-    llm = make_llama(
-        cold=DiskColdTier(folder, capacity_bytes=1 << 30), device_blocks=20, host_bytes=60 * 6144
-    )
-    names = [str(at) for at in range(len(llama.prompts))]
-    assert [answer.token_ids for answer in llm.generate(llama.prompts, GREEDY, sessions=names)] == llama.truth
-    assert llm.host is not None
-    llm.host.flush(5.0)
-    running = [llm.submit(prompt, GREEDY) for prompt in llama.prompts]
-    for _ in range(5):
-        llm.step()
-    shutil.rmtree(folder)
-    assert [one.token_ids for one in finish(llm, running)] == llama.truth
-    started = time.monotonic()
-    assert answers(llm, [list(reversed(prompt)) for prompt in llama.prompts]) != llama.truth
-    assert answers(llm, llama.prompts) == llama.truth
-    llm.close(drain=1.0)
-    assert time.monotonic() - started < 30
-
-
-@pytest.mark.parametrize("fate", ["killed", "stalled"])
-def test_a_redis_that_dies_costs_hits_and_nothing_else(
-    llama: Case, make_llama: MakeLLM, tmp_path: Path, fate: str
-) -> None:
-    with RedisServer(tmp_path) as server:
-        llm = make_llama(
-            cold=RedisColdTier(server.url, deadline=0.3),
-            device_blocks=20,
-            host_bytes=60 * 6144,
-            load_seconds=0.5,
-        )
-        names = [str(at) for at in range(len(llama.prompts))]
-        first = llm.generate(llama.prompts, GREEDY, sessions=names)
-        assert [answer.token_ids for answer in first] == llama.truth
-        assert llm.host is not None
-        assert llm.host.flush(10.0) == 0
-        running = [llm.submit(prompt, GREEDY) for prompt in llama.prompts]
-        for _ in range(3):
-            llm.step()
-        if fate == "killed":
-            server.kill()
-        else:
-            server.stall()
-        started = time.monotonic()
-        assert [one.token_ids for one in finish(llm, running)] == llama.truth
-        again = llm.generate(
-            llama.prompts, GREEDY, sessions=[f"new-{at}" for at in range(len(llama.prompts))]
-        )
-        assert [answer.token_ids for answer in again] == llama.truth
-        assert time.monotonic() - started < 20
-        assert llm.save_sessions() == 0
-        check(llm)
-        llm.close(drain=0.5)
-
-
-def test_a_sequence_larger_than_the_device_tier_goes_on_over_a_redis_that_stalls(
-    llama: Case, make_llama: MakeLLM, tmp_path: Path
-) -> None:
-    with RedisServer(tmp_path) as server:
-        cold = RedisColdTier(server.url, deadline=1.0)
-        llm = make_llama(cold=cold, device_blocks=5, host_bytes=40 * 6144, load_seconds=0.2)
-        server.stall()
-        started = time.monotonic()
-        for _ in range(2):
-            assert answers(llm, llama.prompts) == llama.truth
-        assert time.monotonic() - started < 30
-        check(llm)
-        llm.close()

@@ -225,7 +225,7 @@ def test_shards_and_a_single_file_hold_the_same_model(tmp_path: Path) -> None:
     for name, parameter in one.model.named_parameters():
         assert torch.equal(parameter, many.model.get_parameter(name))
     next((tmp_path / "many").glob("*.safetensors")).unlink()
-    with pytest.raises(ModelError, match=r"has no model-0.*\.safetensors"):
+    with pytest.raises(ModelError, match=r"many: there is no model-0.*\.safetensors$"):
         load_model(tmp_path / "many")
 
 
@@ -250,7 +250,8 @@ def test_a_gguf_file_holds_the_same_model(kind: str, tmp_path: Path) -> None:
 def test_eos_ids_come_from_the_generation_config(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     assert load_model(tmp_path).eos_ids == {1}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    # The model has no token 199.
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9, 199]}')
     assert load_model(tmp_path).eos_ids == {5, 9}
 
 
@@ -293,15 +294,25 @@ def test_what_is_no_readable_model_is_refused_with_a_sentence(
     refused(tmp_path / "absent", "there is no model at")
     refused("absent.gguf", "there is no model at")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", r"has no model\.safetensors")
+    refused(tmp_path / "empty", r"empty: there is no model\.safetensors$")
     (tmp_path / "notes.txt").write_text("no model")
     refused(tmp_path / "notes.txt", "neither a .safetensors nor a .gguf")
 
     folder = broken()
     (folder / "config.json").unlink()
-    refused(folder, r"has no config\.json")
-    (folder / "config.json").write_text("{")
-    refused(folder, "cannot be read as a model")
+    refused(folder, r"broken1: there is no config\.json$")
+    for text, said in (("{", "is not JSON: "), ("[]", "must hold a JSON object, not list$")):
+        (folder / "config.json").write_text(text)
+        refused(folder, f"config.json {said}")
+    folder = broken()
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["one"]}')
+    refused(folder, "eos_token_id must be token ids")
+    folder = broken()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    refused(folder, r"index\.json has no weight_map")
+    folder = broken()
+    (folder / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "BPE", "vocab": 5}}')
+    refused(folder, "its tokenizer cannot be read: ")
     refused(with_config(model_type="mamba"), "models of type mamba are not ones the engine runs")
     refused(with_config(hidden_act="relu"), "activation relu")
     refused(with_config(num_key_value_heads=4), "do not divide")
@@ -328,8 +339,14 @@ def test_what_is_no_readable_model_is_refused_with_a_sentence(
     int8 = torch.zeros(48, dtype=torch.int8)
     refused(with_weights(weights | {"model.norm.weight": int8}), "type torch.int8")
 
-    (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(20))
-    refused(tmp_path / "x.gguf", "cannot be read as a model")
+    for data, said in (
+        (b"no model", "it is not a GGUF file$"),
+        (b"GGUF" + bytes(20), "cut off, or of a version that is not read$"),
+        (b"GGUF" + (3).to_bytes(4, "little") + bytes(8), "cut off or damaged"),
+    ):
+        (tmp_path / "x.gguf").write_bytes(data)
+        refused(tmp_path / "x.gguf", said)
+    refused("x" * 5000, "there is no model at x")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused("nobody/nothing", "not in the local cache, and the Hub fails")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -347,5 +364,5 @@ def test_a_cut_off_gguf_file_is_refused(tmp_path: Path) -> None:
         for size in (100, 4_000_000):
             file.seek(0)
             (tmp_path / "cut.gguf").write_bytes(file.read(size))
-            with pytest.raises(ModelError, match="cannot be read as a model"):
+            with pytest.raises(ModelError, match=r"cut\.gguf: the GGUF file is cut off or damaged"):
                 load_model(tmp_path / "cut.gguf")

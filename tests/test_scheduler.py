@@ -134,6 +134,8 @@ class World:
         """One step with everything checked; returns whether anything ran."""
         self.store.poll()
         step = self.scheduler.schedule()
+        for sequence in self.scheduler.take_given_up():
+            self._gone(sequence)
         self.steps += 1
         if step is None:
             self.scheduler.wait(0.01)
@@ -413,10 +415,33 @@ def test_only_a_decoding_sequence_forks_and_only_into_a_free_row(make_world: Mak
     world.run()
 
 
-def test_a_sequence_too_large_for_all_tiers_says_what_to_change(make_world: MakeWorld) -> None:
+@pytest.mark.parametrize("prompt", [10, 30])
+def test_a_sequence_too_large_for_all_tiers_ends_and_says_what_to_change(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture, prompt: int
+) -> None:
     world = make_world(Tiers(device=4, host=0))
-    world.submit(list(range(8, 18)), 100, stops=False)
-    with pytest.raises(CapacityError, match="device"):
-        world.run()
-    world.abort(world.sequences[0])
+    large = world.submit(list(range(8, 8 + prompt)), 80, stops=False)
+    small = [world.submit([9] * 6, 4, stops=False) for _ in range(3)]
+    world.run()
+    assert large.finish_reason is FinishReason.CAPACITY
+    # Its prompt of 10 tokens fits into four blocks, that of 30 does not.
+    assert len(large.tokens) == (17 if prompt == 10 else 30)
+    assert [one.finish_reason for one in small] == [FinishReason.LENGTH] * 3
+    assert "device_blocks (4) and host_bytes (0 blocks)" in caplog.text
+    world.check_nothing_is_held()
+
+
+def test_a_sleeper_that_lost_its_blocks_wakes_only_where_it_can_be_computed_again(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(Tiers(device=40, host=0, step_tokens=64))
+    world.submit([9] * 8, 100, stops=False)
+    for number in range(3):
+        world.submit([10 + number] * 8, 44 + 6 * number, stops=False)
+    large = world.submit(list(range(60, 140)), 10, stops=False)
+    world.run()
+    # It waits for room for all that it lost: in less it would be put to sleep again before it is through.
+    assert large.preemptions == 1
+    assert large.computed <= 2 * len(large.tokens)
+    assert {one.finish_reason for one in world.finished} == {FinishReason.LENGTH}
     world.check_nothing_is_held()

@@ -1,0 +1,70 @@
+"""Where an engine runs, and how large its tiers are, from settings that may leave it to the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ..tiers.errors import ConfigError
+from ..tiers.layout import KVLayout
+from ..tiers.memory import memory_headroom
+from .loader import LoadedModel, find_device, find_dtype, load_model
+
+__all__ = ["default_host_bytes", "device_blocks_of", "loaded_on"]
+
+_CPU_DEVICE_BYTES: Final = 256 << 20
+_GPU_SHARE: Final = 0.85
+_HOST_SHARE: Final = 0.25
+_MIN_HOST_BYTES: Final = 64 << 20
+
+
+def loaded_on(model: str | Path | LoadedModel, device: str, dtype: str) -> tuple[LoadedModel, str]:
+    """A model that is loaded, and the device it is on.
+
+    Args:
+        model: a loaded one, or what `load_model` takes.
+        device: where to load it; ``auto`` of a loaded one is where it is.
+        dtype: what to compute in, likewise.
+
+    Raises:
+        ConfigError: there is no such device or dtype, or the model was loaded on or in another.
+        ModelError: the model cannot be read.
+    """
+    wanted = find_dtype(dtype)
+    if not isinstance(model, LoadedModel):
+        place = find_device(device)
+        return load_model(model, dtype=dtype, device=place), str(place)
+    there = model.model.device
+    place = there if device == "auto" else find_device(device)
+    if place != there:
+        raise ConfigError("device", f"the model was loaded on {there}, so it cannot run on {place}")
+    if wanted not in (None, model.model.dtype):
+        own = str(model.model.dtype).removeprefix("torch.")
+        raise ConfigError("dtype", f"the model was loaded in {own}, so it cannot run in {dtype}")
+    return model, str(place)
+
+
+def device_blocks_of(layout: KVLayout, device: str, blocks: int | None, size: int | None) -> int:
+    """Blocks of the device tier, from whichever of `device_blocks` and `device_bytes` says it.
+
+    Raises:
+        ConfigError: both do, or there is no room for a block.
+    """
+    if blocks is not None:
+        if size is not None:
+            raise ConfigError("device_bytes", "give this or device_blocks, not both")
+        return blocks
+    if size is None:
+        size = _CPU_DEVICE_BYTES
+        if device != "cpu":
+            size = int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+    if size < layout.block_bytes:
+        raise ConfigError("device_bytes", f"must hold a block of {layout.block_bytes} bytes, got {size}")
+    return size // layout.block_bytes
+
+
+def default_host_bytes() -> int:
+    """Bytes of the host tier where no setting says it: a quarter of the memory that is available."""
+    return max(_MIN_HOST_BYTES, int(_HOST_SHARE * memory_headroom().usable_bytes))

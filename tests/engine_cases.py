@@ -1,0 +1,166 @@
+"""Tiny engines for tests: a random model, prompts, and the tokens that transformers answers them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from kvpager.engine.llm import LLM, Completion
+from kvpager.engine.loader import LoadedModel, load_model
+from kvpager.engine.sampler import SamplingParams
+from kvpager.engine.sequence import Sequence, SequenceState
+from kvpager.tests.model_files import save_tiny_model
+
+__all__ = [
+    "GREEDY",
+    "SIZE",
+    "TOKENS",
+    "Case",
+    "MakeLLM",
+    "Tokens",
+    "answers",
+    "byte_tokenizer",
+    "check",
+    "check_nothing_is_held",
+    "evict_device",
+    "evict_host",
+    "finish",
+    "make_case",
+    "maker",
+    "run_until",
+]
+
+TOKENS = 21
+"""Tokens of an answer."""
+SIZE = 8
+"""Tokens per block."""
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+
+Tokens = tuple[int, ...]
+MakeLLM = Callable[..., LLM]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model on a device, prompts, and the tokens that transformers answers them with on the CPU."""
+
+    loaded: LoadedModel
+    device: str
+    prompts: list[list[int]]
+    truth: list[Tokens]
+
+
+def make_case(kind: str, device: str, folder: Path) -> Case:
+    model = save_tiny_model(kind, folder)
+    random = np.random.default_rng(7)
+    shared = random.integers(2, 199, 4 * SIZE).tolist()
+    lengths = (1, SIZE - 1, SIZE, SIZE + 1, 3 * SIZE + 2, 77)
+    prompts = [random.integers(2, 199, length).tolist() for length in lengths]
+    prompts += [shared + random.integers(2, 199, length).tolist() for length in (1, SIZE, 13)]
+    loaded = load_model(folder, dtype="float32", device=device)
+    return Case(loaded, device, prompts, [continued(model, prompt, TOKENS) for prompt in prompts])
+
+
+def continued(model: Any, prompt: list[int], count: int) -> Tokens:
+    """The tokens that transformers' own generate, greedy, adds to a prompt."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+def maker(case: Case, made: list[LLM]) -> MakeLLM:
+    def make(**settings: Any) -> LLM:
+        defaults: dict[str, Any] = {
+            "device": case.device,
+            "block_size": SIZE,
+            "device_blocks": 160,
+            "host_bytes": 8 << 20,
+            "max_sequences": 12,
+        }
+        made.append(LLM(case.loaded, **(defaults | settings)))
+        return made[-1]
+
+    return make
+
+
+def check(llm: LLM) -> None:
+    llm.store.check_integrity()
+    if llm.host is not None:
+        llm.host.check_integrity()
+
+
+def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Tokens]:
+    return [completion.token_ids for completion in llm.generate(prompts, params)]
+
+
+def finish(llm: LLM, sequences: list[Sequence]) -> list[Completion]:
+    while any(sequence.state is not SequenceState.FINISHED for sequence in sequences):
+        llm.step()
+    return [llm.completion(sequence) for sequence in sequences]
+
+
+def evict_device(llm: LLM) -> None:
+    llm.store.evict(llm.store.pool.capacity)
+
+
+def evict_host(llm: LLM) -> None:
+    """Leave KV in the cold tier alone."""
+    evict_device(llm)
+    assert llm.host is not None
+    assert llm.store.host is not None
+    assert llm.host.flush() == 0
+    llm.store.host.evict(llm.store.host.capacity)
+    assert llm.store.host.resident == 0
+
+
+def check_nothing_is_held(llm: LLM) -> None:
+    """Every row, block and lease is given back."""
+    assert len(llm.scheduler) == 0
+    llm.store.flush()
+    llm.store.poll()
+    check(llm)
+    assert not len(llm.store.table.rows_in_use)
+    assert llm.store.available_blocks == llm.store.pool.capacity
+    if llm.store.host is not None:
+        llm.store.host.evict(llm.store.host.capacity)
+        assert llm.store.host.resident == 0, "something still has a lease"
+
+
+def run_until(llm: LLM, sequence: Sequence, state: SequenceState) -> None:
+    for _ in range(500):
+        if sequence.state is state:
+            return
+        llm.step()
+    raise AssertionError(f"the sequence never was {state.value}")
+
+
+def byte_tokenizer(size: int) -> Any:
+    """A byte-level BPE tokenizer with `size` tokens, a few of them words."""
+    import tokenizers
+
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    symbols = sorted(alphabet)[: size - 8]
+    vocabulary = {symbol: at for at, symbol in enumerate(symbols)}
+    merges: list[tuple[str, str]] = []
+    for left, right in (("t", "h"), ("th", "e"), ("a", "t"), ("s", "at"), ("c", "at")):
+        if left in vocabulary and right in vocabulary:
+            merges.append((left, right))
+            vocabulary[left + right] = len(vocabulary)
+    while len(vocabulary) < size:
+        vocabulary[f"<{len(vocabulary)}>"] = len(vocabulary)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    fast: Any = transformers.PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizer)

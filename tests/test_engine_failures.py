@@ -1,0 +1,342 @@
+"""Engines whose tiers are full, closed, slow or gone: what is lost is told, and nobody else pays for it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from kvpager.engine import scheduler
+from kvpager.engine.llm import LLM
+from kvpager.engine.sequence import FinishReason, Sequence, SequenceState
+from kvpager.kvstore.handles import Reservation
+from kvpager.tests.engine_cases import (
+    GREEDY,
+    TOKENS,
+    Case,
+    MakeLLM,
+    answers,
+    check,
+    check_nothing_is_held,
+    finish,
+    maker,
+    run_until,
+)
+from kvpager.tests.redis_servers import RedisServer
+from kvpager.tiers.cold_disk import DiskColdTier
+from kvpager.tiers.cold_redis import RedisColdTier
+from kvpager.tiers.errors import CapacityError, ClosedError, RequestError
+
+# Tiers that are full
+
+
+def test_what_the_tiers_never_hold_is_refused_and_the_rest_goes_on(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama(device_blocks=6, host_bytes=0)
+    running = llm.submit(llama.prompts[0], GREEDY)
+    with pytest.raises(RequestError, match="device_blocks"):
+        llm.submit(llama.prompts[5], GREEDY)
+    assert finish(llm, [running])[0].token_ids == llama.truth[0]
+
+
+def fill_host(llm: LLM) -> Reservation:
+    """Leave no room in host memory, as another space that is busy does."""
+    assert llm.store.host is not None
+    assert llm.host is not None
+    assert llm.host.arena.wait_ready(llm.host.arena.num_extents, timeout=30.0)
+    space = llm.host.space(replace(llm.layout, num_layers=1))
+    held = space.reserve([at.to_bytes(16, "little") for at in range(space.capacity)])
+    assert len(held.new)
+    return held
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for room in host memory, which none of these tests makes."""
+    monkeypatch.setattr(scheduler, "_ROOM_SECONDS", 0.05)
+
+
+LONG, SHORT = 5, 0
+"""Prompts of the case: the first needs more blocks than the small device tiers below have, the other one."""
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("device_blocks", [6, 11])
+def test_what_no_tier_has_room_for_ends_alone_and_the_others_go_on(
+    llama: Case, make_llama: MakeLLM, caplog: pytest.LogCaptureFixture, device_blocks: int
+) -> None:
+    llm = make_llama(device_blocks=device_blocks)
+    held = fill_host(llm)
+    caplog.set_level(logging.WARNING)
+    # In 6 blocks its prompt does not fit, in 11 its answer does not.
+    large = llm.submit(llama.prompts[LONG], GREEDY, session="chat")
+    others = [llm.submit(prompt, GREEDY) for prompt in llama.prompts[:5]]
+    ended: list[Sequence] = []
+    while len(llm.scheduler):
+        ended += llm.step()
+    assert sorted(one.id for one in ended) == [one.id for one in (large, *others)]
+    assert [llm.completion(one).token_ids for one in others] == llama.truth[:5]
+    cut = llm.completion(large)
+    assert cut.finish_reason is FinishReason.CAPACITY
+    assert cut.token_ids == llama.truth[LONG][: len(cut.token_ids)]
+    assert (len(cut.token_ids) > 0) == (device_blocks == 11)
+    assert f"sequence {large.id} ends" in caplog.text
+    assert f"device_blocks ({device_blocks})" in caplog.text
+    held.abort()
+    (whole,) = llm.generate([llama.prompts[LONG]], GREEDY)
+    assert whole.token_ids == llama.truth[LONG]
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_generate_reports_what_no_tier_has_room_for(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama(device_blocks=11)
+    with fill_host(llm):
+        done = llm.generate([llama.prompts[LONG], llama.prompts[SHORT]], GREEDY)
+    assert [one.finish_reason for one in done] == [FinishReason.CAPACITY, FinishReason.LENGTH]
+    assert done[1].token_ids == llama.truth[SHORT]
+    assert 0 < len(done[0].token_ids) < TOKENS
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_stream_that_no_tier_has_room_for_gives_its_text_and_raises(
+    speaking: Case, made: list[LLM]
+) -> None:
+    make = maker(speaking, made)
+    (whole,) = make().generate([speaking.prompts[LONG]], GREEDY)
+    llm = make(device_blocks=11)
+    pieces: list[str] = []
+    stream = llm.stream(speaking.prompts[LONG], GREEDY)
+    # A list keeps what came before the error.
+    with fill_host(llm), pytest.raises(CapacityError, match=r"device_blocks \(11\)"):
+        pieces.extend(stream)
+    assert pieces
+    assert whole.text.startswith("".join(pieces))
+    assert len(llm.scheduler) == 0
+
+
+# Engines that are driven by two, or closed
+
+
+def test_a_second_thread_is_refused_while_one_drives(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama()
+    refused: list[Exception] = []
+
+    def meddle() -> None:
+        try:
+            llm.step()
+        except RequestError as error:
+            refused.append(error)
+
+    def listen(event: object) -> None:
+        other = Thread(target=meddle)
+        other.start()
+        other.join()
+
+    # A listener runs in the midst of a step.
+    end = llm.store.subscribe(listen)
+    assert llm.generate([llama.prompts[-1]], GREEDY)[0].token_ids == llama.truth[-1]
+    end()
+    assert refused
+    assert "one thread drives it" in str(refused[0])
+
+
+def test_a_closed_engine_says_so(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama(max_sequences=2)
+    sequences = [llm.submit(prompt, GREEDY, session=str(len(prompt))) for prompt in llama.prompts[3:7]]
+    run_until(llm, sequences[0], SequenceState.DECODING)
+    llm.step()
+    llm.close()
+    llm.close()
+    for sequence in sequences:
+        llm.abort(sequence)
+        completion = llm.completion(sequence)
+        assert completion.finish_reason is FinishReason.ABORTED
+    assert llm.completion(sequences[0]).token_ids == llama.truth[3][:2]
+    for call in (
+        lambda: llm.submit(llama.prompts[0]),
+        lambda: llm.generate(llama.prompts[0]),
+        lambda: next(llm.stream(llama.prompts[0])),
+        llm.step,
+        lambda: llm.fork(sequences[0]),
+        llm.reset_cache,
+        llm.save_sessions,
+        lambda: llm.session_tokens("x"),
+    ):
+        with pytest.raises(ClosedError, match="closed"):
+            call()
+
+
+# A cold tier that fails
+
+
+def test_a_disk_that_is_lost_costs_hits_and_nothing_else(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cold"
+    llm = make_llama(
+        cold=DiskColdTier(folder, capacity_bytes=1 << 30), device_blocks=20, host_bytes=60 * 6144
+    )
+    names = [str(at) for at in range(len(llama.prompts))]
+    assert [answer.token_ids for answer in llm.generate(llama.prompts, GREEDY, sessions=names)] == llama.truth
+    assert llm.host is not None
+    llm.host.flush(5.0)
+    running = [llm.submit(prompt, GREEDY) for prompt in llama.prompts]
+    for _ in range(5):
+        llm.step()
+    shutil.rmtree(folder)
+    assert [one.token_ids for one in finish(llm, running)] == llama.truth
+    started = time.monotonic()
+    assert answers(llm, [list(reversed(prompt)) for prompt in llama.prompts]) != llama.truth
+    assert answers(llm, llama.prompts) == llama.truth
+    llm.close(drain=1.0)
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("fate", ["killed", "stalled"])
+def test_a_redis_that_dies_costs_hits_and_nothing_else(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path, fate: str
+) -> None:
+    with RedisServer(tmp_path) as server:
+        llm = make_llama(
+            cold=RedisColdTier(server.url, deadline=0.3),
+            device_blocks=20,
+            host_bytes=60 * 6144,
+            load_seconds=0.5,
+        )
+        names = [str(at) for at in range(len(llama.prompts))]
+        first = llm.generate(llama.prompts, GREEDY, sessions=names)
+        assert [answer.token_ids for answer in first] == llama.truth
+        assert llm.host is not None
+        assert llm.host.flush(10.0) == 0
+        running = [llm.submit(prompt, GREEDY) for prompt in llama.prompts]
+        for _ in range(3):
+            llm.step()
+        if fate == "killed":
+            server.kill()
+        else:
+            server.stall()
+        started = time.monotonic()
+        assert [one.token_ids for one in finish(llm, running)] == llama.truth
+        again = llm.generate(
+            llama.prompts, GREEDY, sessions=[f"new-{at}" for at in range(len(llama.prompts))]
+        )
+        assert [answer.token_ids for answer in again] == llama.truth
+        assert time.monotonic() - started < 20
+        assert llm.save_sessions() == 0
+        check(llm)
+        llm.close(drain=0.5)
+
+
+def test_a_sequence_larger_than_the_device_tier_goes_on_over_a_redis_that_stalls(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path
+) -> None:
+    with RedisServer(tmp_path) as server:
+        cold = RedisColdTier(server.url, deadline=1.0)
+        llm = make_llama(cold=cold, device_blocks=5, host_bytes=40 * 6144, load_seconds=0.2)
+        server.stall()
+        started = time.monotonic()
+        for _ in range(2):
+            assert answers(llm, llama.prompts) == llama.truth
+        assert time.monotonic() - started < 30
+        check(llm)
+        llm.close()
+
+
+# A cold tier that is closed
+
+
+def test_an_engine_is_not_made_on_a_cold_tier_that_is_closed(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path
+) -> None:
+    cold = DiskColdTier(tmp_path / "a", capacity_bytes=1 << 30)
+    make_llama(cold=cold).close()
+    # An engine closes its cold tier: it is not there for the next one.
+    with pytest.raises(ClosedError, match="cold: this tier is closed"):
+        make_llama(cold=cold)
+    with RedisServer(tmp_path) as server:
+        other = RedisColdTier(server.url)
+        other.close()
+        with pytest.raises(ClosedError, match="cold: this tier is closed"):
+            make_llama(cold=other)
+
+
+def test_a_cold_tier_that_is_closed_under_an_engine_is_told_and_costs_hits(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cold = DiskColdTier(tmp_path, capacity_bytes=1 << 30)
+    llm = make_llama(cold=cold)
+    names = [str(at) for at in range(len(llama.prompts))]
+    assert answers(llm, llama.prompts) == llama.truth
+    assert llm.host is not None
+    assert llm.host.flush() == 0
+    caplog.set_level(logging.WARNING)
+    cold.close()
+    done = llm.generate(llama.prompts, GREEDY, sessions=names)
+    assert [one.token_ids for one in done] == llama.truth
+    assert answers(llm, llama.prompts) == llama.truth
+    said = [record.message for record in caplog.records if "closed under its engine" in record.message]
+    assert len(said) == 1
+    with pytest.raises(ClosedError, match="the cold tier is closed"):
+        llm.save_sessions()
+    llm.close(drain=5.0)
+    assert "nothing is drained" in caplog.text
+
+
+def test_a_closed_cold_tier_is_told_to_who_names_no_sessions(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cold = DiskColdTier(tmp_path, capacity_bytes=1 << 30)
+    llm = make_llama(cold=cold)
+    cold.close()
+    assert answers(llm, llama.prompts[:2]) == llama.truth[:2]
+    until = time.monotonic() + 20
+    while "closed under its engine" not in caplog.text:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# A session's record that is slow to come
+
+
+def test_who_waits_for_the_record_of_a_session_keeps_nobody_waiting(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path
+) -> None:
+    with RedisServer(tmp_path) as server:
+        llm = make_llama(cold=RedisColdTier(server.url, deadline=3.0), load_seconds=3.0)
+        server.stall()
+        started = time.monotonic()
+        slow = [llm.submit(llama.prompts[at], GREEDY, session=f"chat-{at}") for at in range(3)]
+        # Each would take the tier's deadline, were it waited for.
+        assert time.monotonic() - started < 1.0
+        assert [one.lookup is not None for one in slow] == [True] * 3
+        while any(one.lookup is not None for one in slow):
+            llm.step()
+        asked = time.monotonic() - started
+        assert [one.token_ids for one in finish(llm, slow)] == llama.truth[:3]
+        assert 2.0 < asked < 10.0
+        check(llm)
+        llm.close()
+
+
+def test_a_request_passes_one_that_waits_for_its_record(
+    llama: Case, make_llama: MakeLLM, tmp_path: Path
+) -> None:
+    with RedisServer(tmp_path) as server:
+        llm = make_llama(cold=RedisColdTier(server.url, deadline=5.0), load_seconds=5.0)
+        running = llm.submit(llama.prompts[4], GREEDY)
+        run_until(llm, running, SequenceState.DECODING)
+        server.stall()
+        waiting = llm.submit(llama.prompts[0], GREEDY, session="chat")
+        started = time.monotonic()
+        assert finish(llm, [running])[0].token_ids == llama.truth[4]
+        assert time.monotonic() - started < 3.0
+        assert waiting.state is SequenceState.WAITING
+        llm.abort(waiting)
+        assert llm.completion(waiting).finish_reason is FinishReason.ABORTED
+        server.resume()
+        check_nothing_is_held(llm)
+        llm.close()
