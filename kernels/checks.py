@@ -88,10 +88,13 @@ def _missing_on_cuda(addresses: Iterable[int], num_bytes: int) -> int | None:
     wanted = [kind.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, kind.CU_POINTER_ATTRIBUTE_RANGE_SIZE]
     low = high = 0
     for address in addresses:
-        if not low <= address <= high - num_bytes:
-            low, high = _allocation(driver, wanted, address)
-            if not low <= address <= high - num_bytes:
+        if not low <= address < high:
+            low = high = address
+        while high < address + num_bytes:  # memory may be allocated or registered in pieces side by side
+            start, end = _allocation(driver, wanted, high)
+            if not start <= high < end:
                 return address
+            high = end
     return None
 
 
