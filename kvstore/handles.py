@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import ClosedError, ConfigError
-from ..tiers.settings import expect_integer, shown
+from ..tiers.settings import expect_array, expect_integer, shown
 from .policy import Ids
 
 __all__ = ["Generations", "Lease", "Reservation", "ReserveStatus", "SlotOwner", "first_generations"]
@@ -63,6 +63,7 @@ class ReserveStatus(enum.IntEnum):
     """There was no room."""
 
 
+_INT64: Final = np.dtype(np.int64)
 # A plain number: a member looked up on its class costs as much as comparing an array to it.
 _NEW: Final = int(ReserveStatus.NEW)
 
@@ -177,14 +178,11 @@ class Reservation:
         if positions is None:
             chosen = np.flatnonzero(self._open)
         else:
-            asked = np.asarray(positions)
-            if asked.ndim != 1 or (asked.size and asked.dtype.kind not in "iu"):
-                raise ConfigError("positions", f"must be a flat list of positions, got {shown(positions)}")
-            if asked.size and not 0 <= asked.min() <= asked.max() < len(self._open):
+            asked = expect_array("positions", positions, _INT64)
+            if len(asked) and not 0 <= asked.min() <= asked.max() < len(self._open):
                 raise ConfigError(
                     "positions", f"must be from 0 to {len(self._open) - 1}, got {shown(positions)}"
                 )
-            asked = asked.astype(np.int64)
             chosen = asked[self._open[asked]]
         self._open[chosen] = False
         return chosen

@@ -139,7 +139,12 @@ class SlotRecords:
         return self._valid(slots, generations, _COMMITTED) & (self.leases[slots] > self._pins[slots])
 
     def _valid(self, slots: Ids, generations: Generations, state: int) -> npt.NDArray[np.bool_]:
-        good: npt.NDArray[np.bool_] = (self.generations[slots] == generations) & (self._state[slots] == state)
+        try:
+            good: npt.NDArray[np.bool_] = (self.generations[slots] == generations) & (
+                self._state[slots] == state
+            )
+        except IndexError as error:
+            raise ConfigError("slots", f"must be from 0 to {self.capacity - 1}") from error
         if len(set(slots.tolist())) < len(slots):
             first = np.zeros(len(slots), dtype=np.bool_)
             first[np.unique(np.where(good, slots, -1), return_index=True)[1]] = True

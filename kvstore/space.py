@@ -17,7 +17,13 @@ import numpy.typing as npt
 from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.errors import ConfigError, LayoutError, StaleHandleError
 from ..tiers.layout import KVLayout
-from ..tiers.settings import expect_byte_strings, expect_bytes, expect_integer, expect_seconds
+from ..tiers.settings import (
+    expect_array,
+    expect_byte_strings,
+    expect_bytes,
+    expect_integer,
+    expect_seconds,
+)
 from .events import EventKind
 from .handles import Generations, Lease, Reservation, ReserveStatus
 from .hashing import HASH_BYTES, Tokens, hash_blocks
@@ -29,6 +35,8 @@ from .slots import SlotRecords
 
 __all__ = ["HostSpace"]
 
+_INT32: Final = np.dtype(np.int32)
+_INT64: Final = np.dtype(np.int64)
 # Plain numbers: a member looked up on its class costs as much as comparing an array to it.
 _NEW: Final = int(ReserveStatus.NEW)
 _PRESENT: Final = int(ReserveStatus.PRESENT)
@@ -44,7 +52,7 @@ class HostSpace:
     """One layout and shard in a `HostStore`. Open it with `HostStore.space`; call it from any thread.
 
     Calls raise `ClosedError` once the store is closed; its leases ended then. Arguments of a wrong type or
-    out of range raise `ConfigError`; arrays of slots and generations, which come from here, are not checked.
+    out of range raise `ConfigError`; of arrays the type is looked at, not every value.
 
     Slots are numbered by extent: slot ``s`` is the ``s % slots_per_extent``-th place of extent
     ``s // slots_per_extent``. Across processes slots travel as these numbers, never as addresses.
@@ -109,7 +117,7 @@ class HostSpace:
     def addresses(self, slots: Ids) -> npt.NDArray[np.int64]:
         """Addresses of slots in this process, int64 [n]. On a GPU, add `device_delta`."""
         self._shared.check_open()
-        slots = slots.astype(np.int64)
+        slots = expect_array("slots", slots, _INT32).astype(np.int64)
         extent = slots // self.slots_per_extent
         place = slots - extent * self.slots_per_extent
         arena = self._shared.arena
@@ -122,7 +130,7 @@ class HostSpace:
         """The inverse of `addresses`; tags in the low seven bits are ignored."""
         self._shared.check_open()
         arena = self._shared.arena
-        offsets = addresses - arena.base
+        offsets = expect_array("addresses", addresses, _INT64) - arena.base
         extent = offsets // arena.extent_bytes
         place = offsets - extent * arena.extent_bytes
         slots: Ids = (extent * self.slots_per_extent + place // self.layout.block_bytes).astype(np.int32)
@@ -131,6 +139,7 @@ class HostSpace:
     def readable_in_place(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """Whether attention may read these slots where they lie: page-locked, or no GPU is in play."""
         self._shared.check_open()
+        slots = expect_array("slots", slots, _INT32)
         if self._shared.device is None:
             return np.ones(len(slots), dtype=np.bool_)
         return self._shared.arena.is_page_locked(slots // self.slots_per_extent)
@@ -201,6 +210,7 @@ class HostSpace:
         Returns:
             bool [n], False where a slot was granted to another block since, or was named before.
         """
+        slots, generations = _handles(slots, generations)
         with self._shared.lock():
             self._shared.check_open()
             good = self._records.committed(slots, generations)
@@ -213,6 +223,7 @@ class HostSpace:
         Raises:
             StaleHandleError: a slot is not leased under this generation; the others are released.
         """
+        slots, generations = _handles(slots, generations)
         with self._shared.lock():
             self._shared.check_open()
             good = self._records.leased(slots, generations)
@@ -277,6 +288,7 @@ class HostSpace:
             StaleHandleError: a slot is not reserved under this generation; the others are committed.
         """
         shared = self._shared
+        slots, generations = _handles(slots, generations)
         with shared.lock():
             shared.check_open()
             good = self._records.reserved(slots, generations)
@@ -295,6 +307,7 @@ class HostSpace:
             StaleHandleError: a slot is not reserved under this generation; the others are freed.
         """
         self._shared.check_open()
+        slots, generations = _handles(slots, generations)
         if not len(slots):
             return
         with self._shared.lock():
@@ -560,3 +573,13 @@ class HostSpace:
     def _refuse(self, what: str, slots: Ids) -> NoReturn:
         self._shared.stats.stale += len(slots)
         raise StaleHandleError(f"{what} refused for slots {slots.tolist()[:8]}: granted again, or not held")
+
+
+def _handles(slots: Ids, generations: Generations) -> tuple[Ids, Generations]:
+    slots = expect_array("slots", slots, _INT32)
+    generations = expect_array("generations", generations, _INT64)
+    if len(slots) != len(generations):
+        raise ConfigError(
+            "generations", f"must be one for each of {len(slots)} slots, got {len(generations)}"
+        )
+    return slots, generations

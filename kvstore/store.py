@@ -84,8 +84,8 @@ class TieredStore:
     """Block tables, sharing, copy-on-write, promotion, sleep and wake for one engine on one device.
 
     Calls raise `ClosedError` once it is closed, `ConfigError` for arguments of a wrong type or out of range,
-    and `RequestError` for a row that is not in use. Arrays of rows, counts and tokens, which come with every
-    step, are not checked.
+    and `RequestError` for a row that is not in use. The arrays that come with every step (`blocks_wanted`,
+    `reserve`, `append`) are not checked.
 
     Args:
         layout: how a block lies in memory.
@@ -381,7 +381,8 @@ class TieredStore:
         Args:
             tokens: int32 [n], the tokens from the row's length on.
         """
-        self._check_open()
+        self._check_row(row)
+        tokens = as_tokens(tokens)
         before = int(self.lengths[row])
         self.lengths[row] = before + len(tokens)
         names = self._chains.extend(row, before, tokens)
@@ -450,6 +451,7 @@ class TieredStore:
 
     def far_blocks(self, row: int) -> int:
         """How many of a row's blocks lie in host memory."""
+        self._check_row(row)
         return int(self._far.counts[row]) if self._far is not None else 0
 
     def spill(self, row: int, count: int) -> int:

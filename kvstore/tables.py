@@ -55,7 +55,8 @@ class BlockTable:
 
     def in_use(self, row: int) -> bool:
         """Whether somebody holds this row."""
-        return isinstance(row, int | np.integer) and 0 <= row < len(self._used) and bool(self._used[row])
+        number = isinstance(row, int | np.integer) and not isinstance(row, bool)
+        return number and 0 <= row < len(self._used) and bool(self._used[row])
 
     def take_row(self) -> int:
         """The lowest free row, so that running sequences stay in the first rows.

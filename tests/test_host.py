@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +105,31 @@ def test_rows_may_lie_apart_but_must_be_whole_blocks_of_bytes() -> None:
         ):
             with pytest.raises(LayoutError, match="blocks must be uint8"):
                 space.put(names(3, 3), wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, "x", b"x" * 1024, [[0] * 1024], np.zeros((1, 1024), np.int8), np.zeros((1, 1000), np.uint8), 5],
+    ids=lambda wrong: type(wrong).__name__,
+)
+def test_blocks_that_are_no_array_of_whole_blocks_are_refused(wrong: Any) -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        for call in (space.put, space.get):
+            with pytest.raises(LayoutError, match=r"(blocks|out) must be uint8 \[1, 1024\]"):
+                call(names(0, 1), wrong)
+
+
+def test_blocks_are_never_read_into_memory_that_cannot_be_written_or_that_overlaps() -> None:
+    fixed = blocks(0, 1)
+    fixed.flags.writeable = False
+    overlapping = np.lib.stride_tricks.as_strided(blocks(0, 1), (2, SMALL.block_bytes), (0, 1))
+    with store(1) as host:
+        space = host.space(SMALL)
+        put(space, 0, 2)
+        for out in (fixed, overlapping):
+            with pytest.raises(LayoutError, match="must be writable"):
+                space.get(names(0, len(out)), out)
 
 
 def test_nobody_finds_a_block_before_it_is_committed_or_after_it_was_aborted() -> None:
@@ -608,6 +634,22 @@ def test_notes_outlive_the_store_and_are_kept_by_space(tmp_path: Path) -> None:
     with store(1) as host:
         assert not host.space(SMALL).put_note(b"session", b"value")
         assert host.space(SMALL).get_note(b"session") is None
+
+
+def test_a_cold_tier_that_is_closed_under_its_store_costs_hits_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cold = TroubledDisk(tmp_path)
+    with store(1, cold, clean_ahead=1.0) as host:
+        space = host.space(SMALL)
+        cold.close()
+        put(space, 0, 4)
+        assert host._cleaner is not None
+        host._cleaner.join(5.0)
+        assert not host._cleaner.is_alive()
+        assert put(space, 4, 4, wait=5.0) == 4
+        assert resident(space, 0, 8) == [4, 5, 6, 7]
+    assert "closed under its host store" in caplog.text
 
 
 # Events

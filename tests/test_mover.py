@@ -251,6 +251,25 @@ class TestHostMover:
         device.close()
 
 
+ADDRESSES = np.zeros(1, dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "nbytes"),
+    [
+        (None, ADDRESSES, 8),
+        (ADDRESSES, [0], 8),
+        (ADDRESSES, ADDRESSES.astype(np.int32), 8),
+        (ADDRESSES, np.zeros(2, np.int64), 8),
+        *[(ADDRESSES, ADDRESSES, size) for size in (0, -8, None, "8", 8.0, True)],
+    ],
+)
+def test_a_copy_of_what_are_no_addresses_is_refused(host: HostMover, src: Any, dst: Any, nbytes: Any) -> None:
+    for copy in (host.copy, host.copy_now):
+        with pytest.raises(KernelError, match=r"src and dst|nbytes"):
+            copy(src, dst, nbytes)
+
+
 @pytest.mark.skipif(driver_answers(), reason="a CUDA driver answers")
 def test_a_cuda_mover_without_a_driver_says_so() -> None:
     with pytest.raises(ConfigError, match="device: no CUDA driver answers"):

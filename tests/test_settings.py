@@ -15,7 +15,6 @@ import pytest
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks, hash_partial, space_id
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.policy import LRUPolicy, make_policy
-from kvpager.kvstore.session import SessionRecord
 from kvpager.kvstore.space import HostSpace
 from kvpager.kvstore.store import TieredStore
 from kvpager.kvstore.tables import BlockTable
@@ -26,11 +25,8 @@ from kvpager.tiers.cold_url import open_cold_tier
 from kvpager.tiers.driver import device_ordinal
 from kvpager.tiers.errors import (
     ConfigError,
-    KernelError,
     KVPagerError,
-    LayoutError,
     MemoryUnavailableError,
-    RecordError,
     RequestError,
 )
 from kvpager.tiers.layout import KVLayout
@@ -226,6 +222,22 @@ SPACES: list[Case] = [
     (lambda house: house.space.reserve([]).commit([0]), "positions"),  # type: ignore[arg-type]
     (lambda house: house.space.reserve([]).abort("x"), "positions"),  # type: ignore[arg-type]
     *[(lambda house, slot=slot: house.space.view(slot), "slot") for slot in (-1, None, 1.5, 1 << 40)],
+    *[
+        (lambda house, call=call, bad=bad: call(house.space, bad), "slots")
+        for bad in list[Any]((None, "x", [1.5], [[0]], [1 << 40], NAME))
+        for call in (
+            lambda space, bad: space.addresses(bad),
+            lambda space, bad: space.readable_in_place(bad),
+            lambda space, bad: space.lease(bad, [1]),
+            lambda space, bad: space.release(bad, [1]),
+            lambda space, bad: space.commit(bad, [1]),
+            lambda space, bad: space.abort(bad, [1]),
+        )
+    ],
+    (lambda house: house.space.lease([1 << 30], [1]), "slots"),  # type: ignore[arg-type]
+    (lambda house: house.space.lease([0], [1, 2]), "generations"),  # type: ignore[arg-type]
+    (lambda house: house.space.release([0], "x"), "generations"),  # type: ignore[arg-type]
+    (lambda house: house.space.slots_at(None), "addresses"),  # type: ignore[arg-type]
     (lambda house: house.space.put_note("name", b""), "name"),  # type: ignore[arg-type]
     (lambda house: house.space.put_note(b"name", "value"), "value"),  # type: ignore[arg-type]
     (lambda house: house.space.put_note(b"name", b"", NO_NUMBER), "deadline"),
@@ -330,6 +342,13 @@ STORES: list[Case] = [
 ARENAS: list[Case] = [
     *[(lambda _, n=n: SlotAllocator(n), "num_slots") for n in (-1, 1 << 40, "4", None, 1.5, True)],
     *[(lambda _, n=n: SlotAllocator(4).allocate(n), "n") for n in (-1, "1", None, 1.0, True)],
+    *[
+        (lambda _, bad=bad: SlotAllocator(4).free(bad), "slots")
+        for bad in list[Any]((None, [0.5], "x", [[0]]))
+    ],
+    (lambda _: SlotAllocator(4).is_free([0.5]), "slots"),  # type: ignore[arg-type]
+    (lambda house: house.arena.is_page_locked(np.array([99])), "extents"),
+    (lambda house: house.arena.is_page_locked(["x"]), "extents"),  # type: ignore[arg-type]
     (lambda _: SlotAllocator().add("0", 4), "first"),  # type: ignore[arg-type]
     (lambda _: SlotAllocator().add(0, None), "count"),  # type: ignore[arg-type]
     *[(lambda _, size=size: DeviceArena(size, 4), "block_bytes") for size in (None, "128", 128.0, 100, 0)],
@@ -382,54 +401,20 @@ def test_a_setting_of_a_wrong_type_or_value_is_refused_by_its_name(
     assert len(str(caught.value)) < 300
 
 
-# Errors of other kinds
+# Rows
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [None, "x", b"x" * 1024, [[0] * 1024], BLOCK.astype(np.int8), BLOCK[0], BLOCK[:, :1000], 5],
-    ids=lambda wrong: type(wrong).__name__,
-)
-def test_blocks_that_are_no_array_of_whole_blocks_are_refused(house: House, wrong: Any) -> None:
-    for call in (house.space.put, house.space.get):
-        with pytest.raises(LayoutError, match=r"(blocks|out) must be uint8 \[1, 1024\]"):
-            call([NAME], wrong)
-
-
-def test_blocks_are_never_read_into_memory_that_cannot_be_written_or_that_overlaps(house: House) -> None:
-    fixed = BLOCK.copy()
-    fixed.flags.writeable = False
-    overlapping = np.lib.stride_tricks.as_strided(BLOCK.copy(), (2, LAYOUT.block_bytes), (0, 1))
-    for out, hashes in ((fixed, [NAME]), (overlapping, [NAME, ROOT])):
-        with pytest.raises(LayoutError, match="must be writable"):
-            house.space.get(hashes, out)
-
-
-@pytest.mark.parametrize(
-    ("src", "dst", "nbytes"),
-    [
-        (None, ADDRESSES, 8),
-        (ADDRESSES, [0], 8),
-        (ADDRESSES, ADDRESSES.astype(np.int32), 8),
-        (ADDRESSES, np.zeros(2, np.int64), 8),
-        *[(ADDRESSES, ADDRESSES, size) for size in (0, -8, None, "8", 8.0, True)],
-    ],
-)
-def test_a_copy_of_what_are_no_addresses_is_refused(house: House, src: Any, dst: Any, nbytes: Any) -> None:
-    for copy in (house.mover.copy, house.mover.copy_now):
-        with pytest.raises(KernelError, match=r"src and dst|nbytes"):
-            copy(src, dst, nbytes)
-
-
-@pytest.mark.parametrize("row", [0, -1, 10**30, None, "0", 1.5])
+@pytest.mark.parametrize("row", [0, -1, 10**30, None, "0", 1.5, False])
 def test_a_row_that_is_not_in_use_is_refused(house: House, row: Any) -> None:
     store = house.store
     for call in (
         store.close_row,
         store.fork,
         store.sleep,
+        store.far_blocks,
         lambda row: store.promote(row, 1),
         lambda row: store.spill(row, 1),
+        lambda row: store.advance(row, np.zeros(1, dtype=np.int32)),
     ):
         with pytest.raises(RequestError, match="is not in use"):
             call(row)
@@ -453,15 +438,6 @@ def test_counts_of_a_row_in_use_are_checked(house: House) -> None:
             house.store.save_session("anna", longer, [1])
     finally:
         house.store.close_row(row)
-
-
-@pytest.mark.parametrize("keys", [[[-1, b"x"]], [[0, 5]], [[0, 10**15]], [["0", b"x"]], [5], 5])
-def test_a_session_record_with_extra_keys_that_are_none_is_no_record(keys: object) -> None:
-    import msgpack
-
-    data = msgpack.packb([1, ROOT, 0, b"", keys], use_bin_type=True)
-    with pytest.raises(RecordError, match="not a session record"):
-        SessionRecord.unpack(data)
 
 
 # What the user set is what is named

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -733,6 +734,13 @@ def test_sessions_of_different_roots_may_have_the_same_name(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("data", [b"", b"\x93\x01", b"\x01", b"\xff" * 40, bytes(100)])
 def test_what_is_no_session_record_is_said_to_be_none(data: bytes) -> None:
+    with pytest.raises(RecordError, match="not a session record"):
+        SessionRecord.unpack(data)
+
+
+@pytest.mark.parametrize("keys", [[[-1, b"x"]], [[0, 5]], [[0, 10**15]], [["0", b"x"]], [5], 5])
+def test_a_session_record_with_extra_keys_that_are_none_is_no_record(keys: object) -> None:
+    data = msgpack.packb([1, ROOT, 0, b"", keys], use_bin_type=True)
     with pytest.raises(RecordError, match="not a session record"):
         SessionRecord.unpack(data)
 

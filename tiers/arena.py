@@ -11,7 +11,7 @@ from .address import TAG_MASK
 from .errors import CapacityError, ClosedError, ConfigError, IntegrityError, MemoryUnavailableError
 from .layout import SLICE_ALIGNMENT
 from .memory import format_bytes, memory_headroom
-from .settings import MOST_BYTES, expect_integer, expect_text
+from .settings import MOST_BYTES, expect_array, expect_integer, expect_text, shown
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,8 @@ SlotArray: TypeAlias = npt.NDArray[np.int32]
 AddressArray: TypeAlias = npt.NDArray[np.int64]
 """int64 [n] of addresses in bytes; the low seven bits may be the tags of a block address."""
 
+_INT32: Final = np.dtype(np.int32)
+_INT64: Final = np.dtype(np.int64)
 _TAKEN: Final = -1
 _ABSENT: Final = -2
 _MOST_SLOTS: Final = 1 << 31
@@ -77,7 +79,7 @@ class SlotAllocator:
             n = expect_integer("n", n, 0)
         count = self._count
         if n > count:
-            raise CapacityError(f"{n} slots were asked for, {count} of {self._capacity} are free")
+            raise CapacityError(f"{shown(n)} slots were asked for, {count} of {self._capacity} are free")
         left = count - n
         slots = self._stack[left:count][::-1].copy()
         self._place[slots] = _TAKEN
@@ -90,7 +92,7 @@ class SlotAllocator:
         Raises:
             IntegrityError: a slot is free already, appears twice, or does not exist; nothing changes.
         """
-        slots = np.asarray(slots, np.int32)
+        slots = expect_array("slots", slots, _INT32)
         n = slots.size
         place = self._place
         # A negative number becomes a huge one, which is out of range like any other.
@@ -119,7 +121,7 @@ class SlotAllocator:
 
     def is_free(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         """Which of ``slots`` (int32 [n]) are free: bool [n]; False also for those that do not exist."""
-        slots = np.asarray(slots, np.int32)
+        slots = expect_array("slots", slots, _INT32)
         inside = (slots >= 0) & (slots < self._place.size)
         result = np.zeros(slots.shape, np.bool_)
         result[inside] = self._place[slots[inside]] >= 0
@@ -241,7 +243,7 @@ class DeviceArena:
         """
         if self._slab is None:
             raise ClosedError("the device arena was closed")
-        return slots.astype(np.int64) * self.slot_bytes + self.base
+        return expect_array("slots", slots, _INT32).astype(np.int64) * self.slot_bytes + self.base
 
     def slots_at(self, addresses: AddressArray) -> SlotArray:
         """int32 [n]: the slot that each of ``addresses`` (int64 [n]; tags are ignored) names.
@@ -249,7 +251,7 @@ class DeviceArena:
         Raises:
             IntegrityError: an address is not that of a slot of this arena.
         """
-        offsets = (addresses & ~TAG_MASK) - self.base
+        offsets = (expect_array("addresses", addresses, _INT64) & ~TAG_MASK) - self.base
         slots = offsets // self.slot_bytes  # numpy multiplies instead; divmod would divide
         # Seen as unsigned, an address below the arena is far beyond it.
         inside = offsets.view(np.uint64) < self._span
@@ -259,6 +261,7 @@ class DeviceArena:
 
     def contains(self, addresses: AddressArray) -> npt.NDArray[np.bool_]:
         """bool [n]: which of ``addresses`` (int64 [n]) lie in this arena."""
+        addresses = expect_array("addresses", addresses, _INT64)
         return (addresses >= self.base) & (addresses < self.base + self.num_slots * self.slot_bytes)
 
     def close(self) -> None:

@@ -224,8 +224,15 @@ class PinnedArena:
             self._changed.notify_all()
 
     def is_page_locked(self, extents: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-        """Which of ``extents`` (integers [n]) the GPU may read and write in place: bool [n]."""
-        locked: npt.NDArray[np.bool_] = self._page_locked[extents]
+        """Which of ``extents`` (integers [n]) the GPU may read and write in place: bool [n].
+
+        Raises:
+            ConfigError: there is no such extent.
+        """
+        try:
+            locked: npt.NDArray[np.bool_] = self._page_locked[extents]
+        except IndexError as error:
+            raise ConfigError("extents", f"must be integers from 0 to {self.num_extents - 1}") from error
         return locked
 
     def extent_view(self, extent: int) -> memoryview:
