@@ -193,5 +193,6 @@ class Reservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(ClosedError):  # then there are no slots to give back
-            self.abort()
+        if self._open.any():
+            with suppress(ClosedError):  # then there are no slots to give back
+                self.abort()

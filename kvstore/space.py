@@ -23,6 +23,7 @@ from ..tiers.settings import (
     expect_bytes,
     expect_integer,
     expect_seconds,
+    shown,
 )
 from .events import EventKind
 from .handles import Generations, Lease, Reservation, ReserveStatus
@@ -365,17 +366,16 @@ class HostSpace:
 
     def _check_blocks(self, what: str, blocks: npt.NDArray[np.uint8], count: int) -> None:
         size = self.layout.block_bytes
-        wanted = f"{what} must be uint8 [{count}, {size}] with contiguous rows"
-        if not isinstance(blocks, np.ndarray):
-            raise LayoutError(f"{wanted}, got a {type(blocks).__name__}")
         if (
-            blocks.dtype != np.uint8
+            not isinstance(blocks, np.ndarray)
+            or blocks.dtype != np.uint8
             or blocks.ndim != 2
             or blocks.shape[0] < count
             or blocks.shape[1] != size
             or blocks.strides[1] != 1
         ):
-            raise LayoutError(f"{wanted}, got {blocks.dtype} {list(blocks.shape)}")
+            got = f"{blocks.dtype} {list(blocks.shape)}" if isinstance(blocks, np.ndarray) else shown(blocks)
+            raise LayoutError(f"{what} must be uint8 [{count}, {size}] with contiguous rows, got {got}")
 
     def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
         self._shared.mover.copy_now(source, target, self.layout.block_bytes)
