@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from ..kernels import (
     AttentionPlan,
+    DecodePlan,
     WritePlan,
     decode_attention,
     decode_plan,
@@ -114,7 +115,7 @@ class _Step:
     cos: torch.Tensor
     sin: torch.Tensor
     write: WritePlan
-    decode: AttentionPlan | None
+    decode: AttentionPlan | DecodePlan | None
     prefill: AttentionPlan | None
 
 

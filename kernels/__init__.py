@@ -4,18 +4,16 @@ Every function takes addresses instead of tensors of blocks, so that one call re
 """
 
 try:
+    from .copy_blocks import copy_blocks, copy_pages
+    from .decode_attention import DecodePlan, decode_attention, decode_plan
+    from .engine_pages import EnginePages, gather, scatter
     from .reference import (
         AttentionPlan,
-        WritePlan,
-        copy_blocks,
-        decode_attention,
-        decode_plan,
         prefill_attention,
         prefill_plan,
         token_slots,
-        write_kv,
-        write_plan,
     )
+    from .write_kv import WritePlan, write_kv, write_plan
 except ModuleNotFoundError as error:
     raise ImportError(
         f'kvpager.kernels needs {error.name}, which is not installed: pip install "kvpager[engine]"',
@@ -24,12 +22,17 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "AttentionPlan",
+    "DecodePlan",
+    "EnginePages",
     "WritePlan",
     "copy_blocks",
+    "copy_pages",
     "decode_attention",
     "decode_plan",
+    "gather",
     "prefill_attention",
     "prefill_plan",
+    "scatter",
     "token_slots",
     "write_kv",
     "write_plan",

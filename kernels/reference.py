@@ -110,7 +110,7 @@ def decode_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, layout: KVLay
         KernelError: wrong dtype, shape or device; a sequence longer than its row; a word that is no
             address, or whose tags say an element encoding that the reference does not read.
     """
-    seqs, _ = _table_shape(block_table)
+    seqs, _ = table_shape(block_table)
     return _attention_plan(range(seqs + 1), block_table, seq_lens, layout)
 
 
@@ -118,8 +118,8 @@ def prefill_plan(
     cu_seqlens_q: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, layout: KVLayout
 ) -> AttentionPlan:
     """What `prefill_attention` needs once a step for all layers; arguments and errors as there."""
-    seqs, _ = _table_shape(block_table)
-    _expect("cu_seqlens_q", cu_seqlens_q, torch.int32, (seqs + 1,), block_table.device)
+    seqs, _ = table_shape(block_table)
+    expect("cu_seqlens_q", cu_seqlens_q, torch.int32, (seqs + 1,), block_table.device)
     bounds: list[int] = cu_seqlens_q.tolist()
     if bounds[0] != 0 or any(stop < start for start, stop in itertools.pairwise(bounds)):
         raise KernelError(f"cu_seqlens_q must begin with 0 and not descend, got {bounds}")
@@ -212,10 +212,10 @@ def write_plan(addresses: torch.Tensor, offsets: torch.Tensor, layout: KVLayout)
     """What `write_kv` needs once a step for all layers; arguments and errors as there."""
     _expect_readable(layout)
     tokens = addresses.shape[0] if addresses.dim() else 0
-    _expect("addresses", addresses, torch.int64, (tokens,))
+    expect("addresses", addresses, torch.int64, (tokens,))
     if offsets.dtype not in (torch.int32, torch.int64):
         raise KernelError(f"offsets must be int32 or int64, got {offsets.dtype}")
-    _expect("offsets", offsets, offsets.dtype, (tokens,), addresses.device)
+    expect("offsets", offsets, offsets.dtype, (tokens,), addresses.device)
     granule = math.gcd(SLICE_ALIGNMENT, layout.row_bytes)
     if tokens == 0:
         return WritePlan(layout, 0, None, addresses, granule, None)
@@ -260,11 +260,11 @@ def write_kv(
     """
     if plan is None:
         plan = write_plan(addresses, offsets, layout)
-    _expect_planned(plan.layout, layout, layer)
+    expect_planned(plan.layout, layout, layer)
     dtype = _DTYPES[layout.dtype]
     shape = (plan.num_tokens, layout.num_kv_heads, layout.head_dim)
-    _expect("k", k, dtype, shape, plan.rows.device)
-    _expect("v", v, dtype, shape, plan.rows.device)
+    expect("k", k, dtype, shape, plan.rows.device)
+    expect("v", v, dtype, shape, plan.rows.device)
     if plan.span is None:
         return
     data = torch.stack((k, v))
@@ -292,10 +292,10 @@ def token_slots(
     Raises:
         KernelError: wrong dtype, shape or device, or a row or position beyond the table.
     """
-    seqs, max_blocks = _table_shape(block_table)
+    seqs, max_blocks = table_shape(block_table)
     tokens = positions.shape[0] if positions.dim() else 0
-    _expect("positions", positions, torch.int64, (tokens,), block_table.device)
-    _expect("rows", rows, torch.int64, (tokens,), block_table.device)
+    expect("positions", positions, torch.int64, (tokens,), block_table.device)
+    expect("rows", rows, torch.int64, (tokens,), block_table.device)
     columns = positions // layout.block_size
     for name, index, limit in (
         ("rows", rows, block_table.shape[0]),
@@ -318,8 +318,8 @@ def copy_blocks(src: torch.Tensor, dst: torch.Tensor, block_bytes: int) -> None:
         KernelError: an argument does not fit, found before memory is written.
     """
     count = src.shape[0] if src.dim() else 0
-    _expect("src", src, torch.int64, (count,))
-    _expect("dst", dst, torch.int64, (count,), src.device)
+    expect("src", src, torch.int64, (count,))
+    expect("dst", dst, torch.int64, (count,), src.device)
     if block_bytes <= 0 or block_bytes % SLICE_ALIGNMENT:
         raise KernelError(f"block_bytes must be a positive multiple of {SLICE_ALIGNMENT}, got {block_bytes}")
     if count == 0:
@@ -339,8 +339,8 @@ def _attention_plan(
     query_bounds: Sequence[int], block_table: torch.Tensor, seq_lens: torch.Tensor, layout: KVLayout
 ) -> AttentionPlan:
     _expect_readable(layout)
-    seqs, max_blocks = _table_shape(block_table)
-    _expect("seq_lens", seq_lens, torch.int32, (seqs,), block_table.device)
+    seqs, max_blocks = table_shape(block_table)
+    expect("seq_lens", seq_lens, torch.int32, (seqs,), block_table.device)
     lengths: list[int] = seq_lens.tolist()
     for length, (start, stop) in zip(lengths, itertools.pairwise(query_bounds), strict=True):
         if length < 0 or layout.blocks_for(length) > max_blocks:
@@ -380,11 +380,11 @@ def _attention(
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
     """Both kinds of attention: decoding is a prefill of one query a sequence."""
-    _expect_planned(plan.layout, layout, layer)
+    expect_planned(plan.layout, layout, layer)
     if len(plan.lengths) != block_table.shape[0]:
         raise KernelError(f"a plan of {len(plan.lengths)} sequences for a table of {block_table.shape[0]}")
     q_heads = q.shape[1] if q.dim() == 3 else 0
-    _expect(
+    expect(
         "q", q, _DTYPES[layout.dtype], (plan.query_bounds[-1], q_heads, layout.head_dim), block_table.device
     )
     if q_heads == 0 or q_heads % layout.num_kv_heads:
@@ -394,9 +394,9 @@ def _attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     else:
-        _expect("out", out, q.dtype, tuple(q.shape), q.device)
+        expect("out", out, q.dtype, tuple(q.shape), q.device)
     if lse is not None:
-        _expect("lse", lse, torch.float32, (q.shape[0], q_heads), q.device)
+        expect("lse", lse, torch.float32, (q.shape[0], q_heads), q.device)
     if plan.installs.shape[1]:
         _install(block_table, layer, layout, plan, install)
 
@@ -479,7 +479,7 @@ def _install(
     """Copy this layer's page of every block tagged *install* to its destination."""
     if install is None:
         raise KernelError("block_table has words tagged install, but no install table was given")
-    _expect("install", install, torch.int64, tuple(block_table.shape), block_table.device)
+    expect("install", install, torch.int64, tuple(block_table.shape), block_table.device)
     rows, columns, starts = plan.installs
     words = install[rows, columns]
     if bool((words & TAG_MASK).any()):
@@ -515,7 +515,7 @@ def _clean(words: torch.Tensor, name: str) -> torch.Tensor:
     return addresses
 
 
-def _table_shape(block_table: torch.Tensor) -> tuple[int, int]:
+def table_shape(block_table: torch.Tensor) -> tuple[int, int]:
     if block_table.dtype != torch.int64 or block_table.dim() != 2:
         raise KernelError(
             f"block_table must be int64 [seqs, max_blocks], got {block_table.dtype} {list(block_table.shape)}"
@@ -523,7 +523,7 @@ def _table_shape(block_table: torch.Tensor) -> tuple[int, int]:
     return block_table.shape[0], block_table.shape[1]
 
 
-def _expect(
+def expect(
     name: str,
     tensor: torch.Tensor,
     dtype: torch.dtype,
@@ -538,7 +538,7 @@ def _expect(
         raise KernelError(f"{name} must be on {device}, it is on {tensor.device}")
 
 
-def _expect_planned(planned: KVLayout, layout: KVLayout, layer: int) -> None:
+def expect_planned(planned: KVLayout, layout: KVLayout, layer: int) -> None:
     if planned is not layout and planned != layout:
         raise KernelError("the plan was made for another layout")
     if not 0 <= layer < layout.num_layers:
