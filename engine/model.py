@@ -20,6 +20,7 @@ from torch.nn import functional
 from ..kernels import (
     AttentionPlan,
     DecodePlan,
+    PrefillPlan,
     WritePlan,
     decode_attention,
     decode_plan,
@@ -116,7 +117,7 @@ class _Step:
     sin: torch.Tensor
     write: WritePlan
     decode: AttentionPlan | DecodePlan | None
-    prefill: AttentionPlan | None
+    prefill: AttentionPlan | PrefillPlan | None
 
 
 class _RMSNorm(nn.Module):

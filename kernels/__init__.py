@@ -7,12 +7,8 @@ try:
     from .copy_blocks import copy_blocks, copy_pages
     from .decode_attention import DecodePlan, decode_attention, decode_plan
     from .engine_pages import EnginePages, gather, scatter
-    from .reference import (
-        AttentionPlan,
-        prefill_attention,
-        prefill_plan,
-        token_slots,
-    )
+    from .prefill_attention import PrefillPlan, prefill_attention, prefill_plan
+    from .reference import AttentionPlan, token_slots
     from .write_kv import WritePlan, write_kv, write_plan
 except ModuleNotFoundError as error:
     raise ImportError(
@@ -24,6 +20,7 @@ __all__ = [
     "AttentionPlan",
     "DecodePlan",
     "EnginePages",
+    "PrefillPlan",
     "WritePlan",
     "copy_blocks",
     "copy_pages",

@@ -214,3 +214,56 @@ __device__ __forceinline__ void attend(Accumulator& acc, const Query& query, con
         }
     }
 }
+
+// Four columns of a row of the output, and its log-sum-exp; of no tokens, zeros.
+__device__ __forceinline__ void write_out(u16* out, float* lse, int row, int column, float4 x, float most, float sum) {
+    const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+    *reinterpret_cast<uint2*>(out + row * HEAD_DIM + column) =
+        make_uint2(pack(x.x * inverse, x.y * inverse), pack(x.z * inverse, x.w * inverse));
+    if (column == 0 && lse != nullptr)
+        lse[row] = sum > 0.f ? (most + __log2f(sum)) * 0.6931471805599453f : __int_as_float(0xff800000);
+}
+
+__device__ __forceinline__ void add_scaled(float4& out, float factor, float4 x) {
+    out.x += factor * x.x;
+    out.y += factor * x.y;
+    out.z += factor * x.z;
+    out.w += factor * x.w;
+}
+
+// Four columns of a row, merged from partial results; several are loaded at once, to wait for memory once.
+struct Merged {
+    static constexpr int AT_ONCE = 8;
+    float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
+    float most = LOWEST, sum = 0.f;
+
+    template <typename Row>
+    __device__ __forceinline__ void add(int count, Row row, const float2* sums, const float* outs) {
+        float2 part[AT_ONCE];
+        float4 x[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (i < count) {
+                const i64 at = row(i);
+                part[i] = __ldcg(sums + at);
+                x[i] = __ldcg(reinterpret_cast<const float4*>(outs + at * HEAD_DIM));
+            }
+        float top = most;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (i < count) top = fmaxf(top, part[i].x);
+        const float shrink = exp2_fast(most - top);
+        most = top;
+        sum *= shrink;
+        const float4 before = out;
+        out = make_float4(0.f, 0.f, 0.f, 0.f);
+        add_scaled(out, shrink, before);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (i < count) {
+                const float factor = exp2_fast(part[i].x - top);
+                sum += factor * part[i].y;
+                add_scaled(out, factor, x[i]);
+            }
+    }
+};

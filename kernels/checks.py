@@ -19,11 +19,13 @@ import torch
 from ..tiers.address import TAG_MASK
 from ..tiers.driver import cuda_driver
 from ..tiers.errors import KernelError
+from ..tiers.layout import KVLayout
 
 __all__ = [
     "access_bytes",
     "debugging",
     "expect_mapped",
+    "expect_rows_mapped",
 ]
 
 _WIDEST: Final = 16
@@ -62,6 +64,27 @@ def expect_mapped(name: str, words: torch.Tensor, num_bytes: int) -> None:
         raise KernelError(
             f"{name} has {missing:#x}, where no {num_bytes} bytes lie that {words.device} reaches"
         )
+
+
+def expect_rows_mapped(block_table: torch.Tensor, seq_lens: torch.Tensor, layout: KVLayout) -> None:
+    """In debug mode, refuse rows of a block table that are too short, or name memory that is not reached.
+
+    Args:
+        block_table: int64 [seqs, max_blocks] of block addresses.
+        seq_lens: int32 [seqs].
+        layout: the layout of the blocks.
+
+    Raises:
+        KernelError: naming the length or the address.
+    """
+    if not debugging() or (block_table.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    columns = block_table.shape[1]
+    longest = int(seq_lens.max()) if len(seq_lens) else 0
+    if longest > columns * layout.block_size:
+        raise KernelError(f"seq_lens has a sequence of {longest} tokens in a row of {columns} blocks")
+    used = torch.arange(columns, device=block_table.device)[None] * layout.block_size < seq_lens[:, None]
+    expect_mapped("block_table", block_table.where(used, 0), layout.block_bytes)
 
 
 def _missing_on_cpu(addresses: Iterable[int], num_bytes: int) -> int | None:

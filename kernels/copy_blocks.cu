@@ -27,7 +27,8 @@ struct Piece {
 // What one warp copies: every so many-th piece, so that warps work side by side.
 template <class Pairs> struct Walk {
     const Pairs& pairs;
-    u64 skipped, bytes;  // of each block: left out at its beginning, and copied
+    u64 from_skipped, to_skipped;  // of each block, left out at its beginning
+    u64 bytes;                     // copied
     u32 piece_bytes, pieces, last, step, next;
 
     __device__ bool take(Piece& piece) {
@@ -37,8 +38,8 @@ template <class Pairs> struct Walk {
             if (from == 0 || to == 0) continue;  // padding
             u64 at = static_cast<u64>(next % pieces) * piece_bytes;
             u64 left = bytes - at;
-            piece.from = from + skipped + at;
-            piece.to = to + skipped + at;
+            piece.from = from + from_skipped + at;
+            piece.to = to + to_skipped + at;
             piece.bytes = left < piece_bytes ? left : piece_bytes;
             next += step;
             return true;
@@ -129,10 +130,11 @@ template <class Pairs> __device__ void copy(Walk<Pairs> walk) {
 #endif
 
 template <class Pairs>
-__device__ __forceinline__ Walk<Pairs> walk_of(const Pairs& pairs, u32 count, u64 skipped, u64 bytes, u32 piece_bytes) {
+__device__ __forceinline__ Walk<Pairs> walk_of(const Pairs& pairs, u32 count, u64 from_skipped, u64 to_skipped, u64 bytes,
+                                               u32 piece_bytes) {
     u32 warps = blockDim.x / LANES;
     u32 pieces = (bytes + piece_bytes - 1) / piece_bytes;
-    return {pairs, skipped, bytes, piece_bytes, pieces, count * pieces, gridDim.x * warps,
+    return {pairs, from_skipped, to_skipped, bytes, piece_bytes, pieces, count * pieces, gridDim.x * warps,
             threadIdx.x / LANES * gridDim.x + blockIdx.x};
 }
 
@@ -153,11 +155,19 @@ extern "C" __global__ void __launch_bounds__(512) copy_blocks(
     const u64* from, const u64* to, u32 count, u64 skipped, u64 bytes, u32 piece_bytes
 ) {
     InMemory pairs{from, to};
-    copy(walk_of(pairs, count, skipped, bytes, piece_bytes));
+    copy(walk_of(pairs, count, skipped, skipped, bytes, piece_bytes));
+}
+
+// The same of as many pairs as a word of memory says.
+extern "C" __global__ void __launch_bounds__(512) copy_counted(
+    const u64* from, const u64* to, const u32* count, u64 from_skipped, u64 to_skipped, u64 bytes, u32 piece_bytes
+) {
+    InMemory pairs{from, to};
+    copy(walk_of(pairs, *count, from_skipped, to_skipped, bytes, piece_bytes));
 }
 
 extern "C" __global__ void __launch_bounds__(512) copy_listed(
     const __grid_constant__ InLaunch pairs, u32 count, u64 bytes, u32 piece_bytes
 ) {
-    copy(walk_of(pairs, count, 0, bytes, piece_bytes));
+    copy(walk_of(pairs, count, 0, 0, bytes, piece_bytes));
 }

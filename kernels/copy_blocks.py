@@ -29,7 +29,7 @@ from .checks import expect_mapped
 from .compiled import Kernel, load_kernel
 from .reference import expect
 
-__all__ = ["BUS_CTAS", "AddressCopier", "CopyForm", "copy_blocks", "copy_pages"]
+__all__ = ["BUS_CTAS", "AddressCopier", "CopyForm", "copy_blocks", "copy_counted", "copy_pages"]
 
 BUS_CTAS: Final = 4
 """CTAs that saturate a bus to host memory."""
@@ -152,6 +152,35 @@ def _copy(
     )
 
 
+def copy_counted(
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    count: torch.Tensor,
+    src_offset: int,
+    dst_offset: int,
+    nbytes: int,
+    *,
+    stream: int,
+) -> None:
+    """Copy part of as many blocks as the GPU counted, over a bus: on CUDA only.
+
+    Args:
+        src, dst: int64 [n] block addresses on the device; tags are ignored.
+        count: int32 [1], how many of them to copy, at most n.
+        src_offset, dst_offset: where the part begins in a block, multiples of 128.
+        nbytes: bytes of the part, a multiple of 128.
+        stream: the raw handle of the stream.
+    """
+    form = CopyForm.over_a_bus(src.device)
+    _kernel(src.device, form.bulk, "copy_counted", _FEW_PAIRS).launch(
+        form.ctas,
+        form.warps * _LANES,
+        (src.data_ptr(), dst.data_ptr(), count.data_ptr(), src_offset, dst_offset, nbytes, form.piece_bytes),
+        shared_bytes=form.shared_bytes,
+        stream=stream,
+    )
+
+
 class AddressCopier:
     """Copies blocks whose addresses lie in host memory: the `CopyKernel` that a `CudaMover` is handed.
 
@@ -258,6 +287,10 @@ def _attribute(device: torch.device, name: str) -> int:
 
 @cache
 def _kernel(device: torch.device, bulk: bool, name: str, pairs: int) -> Kernel:
-    parameters = {"copy_blocks": "Q Q I Q Q I", "copy_listed": f"{16 * pairs}s I Q I"}[name]
+    parameters = {
+        "copy_blocks": "Q Q I Q Q I",
+        "copy_counted": "Q Q Q Q Q Q I",
+        "copy_listed": f"{16 * pairs}s I Q I",
+    }[name]
     defines = {"BULK": int(bulk), "PAIRS": pairs}
     return load_kernel("copy_blocks.cu", name, parameters, device=device, defines=defines)

@@ -32,6 +32,7 @@ import torch
 from ..tiers.errors import KernelError
 from ..tiers.layout import KVLayout
 from . import reference
+from .checks import expect_rows_mapped
 from .compiled import Kernel, load_kernel
 from .reference import AttentionPlan
 
@@ -158,7 +159,7 @@ class DecodePlan:
         layout = self.layout
         seqs = self.seq_lens.shape[0]
         form = _form(layout, seqs)
-        ctas = _multiprocessors(device) * form.ctas_per_sm
+        ctas = multiprocessors(device) * form.ctas_per_sm
         heads = layout.num_kv_heads
         rows = 2 * (_ROUNDS + 1) * seqs * heads * group + ctas * min(seqs * group, _MOST_SHARED_ROWS)
         runs = (_ROUNDS + 1) * seqs + 2
@@ -224,7 +225,7 @@ def decode_plan(
         KernelError: wrong dtype, shape or device. Lengths and words are looked at only where the reference
             answers; on the GPU they are the caller's to keep right, since nothing waits for them.
     """
-    if not _has_kernel(block_table.device, layout):
+    if not has_kernel(block_table.device, layout):
         return reference.decode_plan(block_table, seq_lens, layout)
     seqs, _ = reference.table_shape(block_table)
     device = block_table.device
@@ -233,6 +234,7 @@ def decode_plan(
         raise KernelError("seq_lens must be contiguous")
     if block_table.stride(1) != 1:
         raise KernelError("block_table must have contiguous rows")
+    expect_rows_mapped(block_table, seq_lens, layout)
     memory = torch.empty(seqs * (5 * _ROUNDS + 2), dtype=torch.int32, device=device)
     plan = DecodePlan(layout, block_table, seq_lens, memory)
     if seqs == 0:
@@ -366,7 +368,7 @@ def decode_attention(
     chain = (divided.left, *words[:3], divided.first_run, plan.seq_lens.data_ptr(), seqs)
     stream = torch.cuda.current_stream(device).cuda_stream
     _attention_kernel("decode", _PROBLEM, layout, form, device).launch(
-        max(1, _multiprocessors(device) * form.ctas_per_sm // heads) * heads,
+        max(1, multiprocessors(device) * form.ctas_per_sm // heads) * heads,
         32 * (_WARPS + 1),
         problem,
         stream=stream,
@@ -375,7 +377,7 @@ def decode_attention(
     )
     divided.settled = True
     _attention_kernel("combine", f"{_PROBLEM} {_CHAIN}", layout, form, device).launch(
-        min(seqs * heads, _multiprocessors(device) * _COMBINE_CTAS_PER_SM),
+        min(seqs * heads, multiprocessors(device) * _COMBINE_CTAS_PER_SM),
         _COMBINE_THREADS,
         (*problem, *chain),
         stream=stream,
@@ -392,7 +394,7 @@ def decode_attention(
     return out
 
 
-def _has_kernel(device: torch.device, layout: KVLayout) -> bool:
+def has_kernel(device: torch.device, layout: KVLayout) -> bool:
     """Whether the GPU and the layout are ones that the kernel is for."""
     return (
         device.type == "cuda"
@@ -437,7 +439,7 @@ def _loaded(
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

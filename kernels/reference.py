@@ -45,7 +45,7 @@ _QUERY_TILE: Final = 64
 _COPY_BYTES: Final = 16 << 20
 """Bytes that `copy_blocks` holds in between."""
 
-_DTYPES: Final = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES: Final = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def write_plan(addresses: torch.Tensor, offsets: torch.Tensor, layout: KVLayout)
     low, high = (int(end) for end in torch.aminmax(rows))
     if low < 0 or high >= layout.block_size:
         raise KernelError(f"offsets must lie in 0..{layout.block_size - 1}, got {low}..{high}")
-    span = Span.over(clean, layout.block_bytes, _DTYPES[layout.dtype])
+    span = Span.over(clean, layout.block_bytes, DTYPES[layout.dtype])
     first = (clean - span.base + rows * layout.row_bytes) // granule
     slices = _slice_offsets(layout, granule, addresses.device)
     order = None
@@ -261,7 +261,7 @@ def write_kv(
     if plan is None:
         plan = write_plan(addresses, offsets, layout)
     expect_planned(plan.layout, layout, layer)
-    dtype = _DTYPES[layout.dtype]
+    dtype = DTYPES[layout.dtype]
     shape = (plan.num_tokens, layout.num_kv_heads, layout.head_dim)
     expect("k", k, dtype, shape, plan.rows.device)
     expect("v", v, dtype, shape, plan.rows.device)
@@ -357,7 +357,7 @@ def _attention_plan(
     if bool((words & (TAG_MASK & ~(FAR | INSTALL))).any()):
         raise KernelError("block_table has words whose element encoding the reference does not read")
     blocks = _clean(words, "block_table")
-    span = Span.over(blocks, layout.block_bytes, _DTYPES[layout.dtype])
+    span = Span.over(blocks, layout.block_bytes, DTYPES[layout.dtype])
     starts = (blocks - span.base) // SLICE_ALIGNMENT
     tagged = (words & INSTALL) != 0
     installs = torch.cat((used.nonzero()[tagged].t(), starts[tagged][None]))
@@ -385,7 +385,7 @@ def _attention(
         raise KernelError(f"a plan of {len(plan.lengths)} sequences for a table of {block_table.shape[0]}")
     q_heads = q.shape[1] if q.dim() == 3 else 0
     expect(
-        "q", q, _DTYPES[layout.dtype], (plan.query_bounds[-1], q_heads, layout.head_dim), block_table.device
+        "q", q, DTYPES[layout.dtype], (plan.query_bounds[-1], q_heads, layout.head_dim), block_table.device
     )
     if q_heads == 0 or q_heads % layout.num_kv_heads:
         raise KernelError(f"{q_heads} query heads do not divide into {layout.num_kv_heads} KV heads")
@@ -485,7 +485,7 @@ def _install(
     if bool((words & TAG_MASK).any()):
         raise KernelError("install has destinations that are not multiples of 128 bytes")
     targets = _clean(words, "install")
-    dtype = _DTYPES[layout.dtype]
+    dtype = DTYPES[layout.dtype]
     page, offset = layout.page_bytes // layout.item_bytes, layer * layout.page_bytes
     if plan.span is not None:
         span = Span.over(targets, layout.block_bytes, dtype)
@@ -546,7 +546,7 @@ def expect_planned(planned: KVLayout, layout: KVLayout, layer: int) -> None:
 
 
 def _expect_readable(layout: KVLayout) -> None:
-    if layout.dtype not in _DTYPES or layout.planes != 2 or layout.format not in ("swizzled", "plain"):
+    if layout.dtype not in DTYPES or layout.planes != 2 or layout.format not in ("swizzled", "plain"):
         raise KernelError(
             "attention reads keys and values of float16, bfloat16 or float32, swizzled or plain; "
             f"this layout is {layout.planes} planes of {layout.dtype}, {layout.format}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from kvpager import KVLayout
@@ -19,14 +19,16 @@ class Case:
     """A batch, and the float64 keys and values of each sequence.
 
     Attributes:
-        layout: of one layer.
+        layout: the layout of the blocks.
         table: int64 [seqs, max_blocks] of block addresses.
         lengths: int32 [seqs].
-        keys, values: for each sequence float64 [kv_heads, tokens, head_dim].
+        keys, values: of layer 0, for each sequence float64 [kv_heads, tokens, head_dim].
         install: int64, shape of `table`: a place in VRAM for every word tagged *install*.
         stored: uint8 [blocks, block_bytes], the bytes of every block.
         blocks: int64 [seqs, max_blocks], which of `stored` each word names.
         memory: what the addresses point into.
+        kv: [blocks, layers, 2, kv_heads, block_size, head_dim], as it was computed.
+        rows: the blocks of each sequence.
     """
 
     layout: KVLayout
@@ -38,6 +40,13 @@ class Case:
     stored: torch.Tensor
     blocks: torch.Tensor
     memory: tuple[torch.Tensor, ...]
+    kv: torch.Tensor
+    rows: list[list[int]]
+
+    def of_layer(self, layer: int) -> Case:
+        """The same with the keys and values of another layer."""
+        keys, values = _sequences(self.kv, layer, self.rows, self.lengths.tolist())
+        return replace(self, keys=keys, values=values)
 
     def place(self, word: int) -> torch.Tensor:
         """The bytes at a place of the install table."""
@@ -59,6 +68,27 @@ class Case:
                 lse[i] = scores.logsumexp(-1).flatten()
                 out[i] = (scores.softmax(-1) @ v[:, first:]).reshape(q.shape[1:])
         return out, lse
+
+    def causal_answer(
+        self, q: torch.Tensor, bounds: Sequence[int], scale: float, window: int | None = None
+    ) -> torch.Tensor:
+        """Causal attention of each sequence's last queries in float64; its own are those up to its bound."""
+        out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+        for i, (k, v) in enumerate(zip(self.keys, self.values, strict=True)):
+            start, stop = bounds[i], bounds[i + 1]
+            heads, length, dim = k.shape
+            if start == stop or length == 0:
+                continue
+            rows = q[start:stop].double().view(stop - start, heads, -1, dim).permute(1, 2, 0, 3)
+            scores = rows @ k[:, None].transpose(2, 3) * scale
+            position = torch.arange(length - (stop - start), length, device=q.device)[:, None]
+            token = torch.arange(length, device=q.device)[None]
+            hidden = token > position
+            if window is not None:
+                hidden |= token <= position - window
+            scores = scores.masked_fill(hidden, -math.inf)
+            out[start:stop] = (scores.softmax(-1) @ v[:, None]).permute(2, 0, 1, 3).reshape(-1, *q.shape[1:])
+        return out
 
 
 def swizzled(kv: torch.Tensor) -> torch.Tensor:
@@ -104,11 +134,11 @@ def make_case(
         rows.append(row)
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = _DTYPES[layout.dtype]
-    shape = (max(1, count), 2, layout.num_kv_heads, size, layout.head_dim)
+    shape = (max(1, count), layout.num_layers, 2, layout.num_kv_heads, size, layout.head_dim)
     kv = torch.randn(shape, generator=generator, device=device).to(dtype)
     for length, row in zip(lengths, rows, strict=True):
         if length % size:
-            kv[row[-1], :, :, length % size :] = math.nan  # memory that was never written
+            kv[row[-1], ..., length % size :, :] = math.nan  # memory that was never written
     stored = (swizzled(kv) if layout.swizzled else kv).contiguous().view(torch.uint8).view(shape[0], -1)
     on_gpu = device.type == "cuda"
     order = torch.randperm(shape[0], generator=generator, device=device)
@@ -134,12 +164,7 @@ def make_case(
     table = torch.where(inside, word[blocks], 0x7FFF_FFFF_FFFF_0000)
     destinations = slots.data_ptr() + torch.arange(shape[0], device=device) * layout.block_bytes
     install = torch.where(inside & ((table & INSTALL) != 0), destinations[blocks], 0)
-    keys, values = [], []
-    for length, row in zip(lengths, rows, strict=True):
-        some = kv[torch.tensor(row, dtype=torch.int64, device=device)].double()
-        some = some.permute(1, 2, 0, 3, 4).reshape(2, layout.num_kv_heads, -1, layout.head_dim)[:, :, :length]
-        keys.append(some[0])
-        values.append(some[1])
+    keys, values = _sequences(kv, 0, rows, lengths)
     return Case(
         layout,
         table,
@@ -150,4 +175,18 @@ def make_case(
         stored,
         torch.where(inside, blocks, 0),
         (near, far, slots),
+        kv,
+        rows,
     )
+
+
+def _sequences(
+    kv: torch.Tensor, layer: int, rows: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    keys, values = [], []
+    for length, row in zip(lengths, rows, strict=True):
+        some = kv[torch.tensor(row, dtype=torch.int64, device=kv.device), layer].double()
+        some = some.permute(1, 2, 0, 3, 4).reshape(2, kv.shape[3], -1, kv.shape[5])[:, :, :length]
+        keys.append(some[0])
+        values.append(some[1])
+    return keys, values
