@@ -22,6 +22,7 @@ from ..tiers.cold import ColdTier
 from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
 from ..tiers.settings import (
     expect_bytes,
+    expect_flag,
     expect_integer,
     expect_methods,
     expect_seconds,
@@ -35,7 +36,7 @@ from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 from .sessions import Sessions, is_open
-from .sizing import default_host_bytes, device_blocks_of, loaded_on
+from .sizing import default_host_bytes, device_blocks_of, loaded_on, mover_on
 from .text import Texts
 
 __all__ = ["LLM", "Completion"]
@@ -92,6 +93,9 @@ class LLM:
         step_tokens: tokens that one step computes at most; `max_sequences` where that is more.
         load_seconds: how long a request waits for what the cold tier has of it: its session's record, then
             its blocks.
+        cuda_graphs: on a GPU, capture steps that only decode in CUDA graphs, one for each of a few sizes of
+            batches as they first come; they take memory beside the device tier. Without effect where there
+            is no kernel for the model's KV.
         tenant: salt that keeps this engine's KV apart from other tenants'.
 
     Raises:
@@ -116,6 +120,7 @@ class LLM:
         max_tokens: int | None = None,
         step_tokens: int = 512,
         load_seconds: float = 5.0,
+        cuda_graphs: bool = True,
         tenant: bytes = b"",
     ) -> None:
         block_size = expect_integer("block_size", block_size, 1)
@@ -126,6 +131,7 @@ class LLM:
         max_tokens = _none_or_integer("max_tokens", max_tokens, 2)
         step_tokens = expect_integer("step_tokens", step_tokens, 1)
         load_seconds = expect_seconds("load_seconds", load_seconds)
+        cuda_graphs = expect_flag("cuda_graphs", cuda_graphs)
         tenant = expect_bytes("tenant", tenant)
         if cold is not None:
             expect_methods("cold", cold, ("contains", "get", "put"), "a cold tier, from open_cold_tier")
@@ -149,6 +155,8 @@ class LLM:
             self.host = HostStore(host_bytes, cold=cold, device=on_gpu) if host_bytes else None
             if self.host is not None:
                 undo.callback(self.host.close)
+            mover = mover_on(device)
+            undo.callback(mover.close)
             self.store = TieredStore(
                 self.layout,
                 blocks,
@@ -156,6 +164,7 @@ class LLM:
                 host=self.host,
                 device=device,
                 max_sequences=max_sequences,
+                mover=mover,
             )
             undo.callback(self.store.close)
             self._scheduler = Scheduler(
@@ -165,7 +174,7 @@ class LLM:
                 step_tokens=max(step_tokens, max_sequences),
                 load_seconds=load_seconds,
             )
-            self._runner = Runner(self._loaded.model, self.store)
+            self._runner = Runner(self._loaded.model, self.store, self.max_tokens, cuda_graphs=cuda_graphs)
             undo.pop_all()
         self._prompts = PromptReader(self._loaded)
         self._texts = Texts(self._loaded.tokenizer)
@@ -445,6 +454,7 @@ class LLM:
             if self.host is not None:
                 rest.callback(self.host.close, drain=drain)
             rest.callback(self.store.close)
+            rest.callback(self._runner.close)
             rest.callback(self._sessions.close)
             for sequence in self._scheduler.unfinished:
                 self.abort(sequence)

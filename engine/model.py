@@ -76,7 +76,7 @@ class ForwardBatch:
     """The tokens of one step, and where their KV goes and is.
 
     Attributes:
-        tokens: int64 [tokens], ids: first one of each decoding sequence, then the prefill chunks.
+        tokens: int32 or int64 [tokens], ids: first one of each decoding sequence, then the prefill chunks.
         positions: int64 [tokens], each token's position in its sequence.
         addresses: int64 [tokens], the address of the block that each token's KV is written to.
         offsets: int64 [tokens], its row in that block.
@@ -86,7 +86,10 @@ class ForwardBatch:
         prefill_table: int64 [prefills, max_blocks] of block addresses.
         prefill_lens: int32 [prefills], tokens of each sequence, this step's chunk included.
         cu_seqlens_q: int32 [prefills + 1], where each chunk begins, counted from token `num_decode`.
-        logits_at: int64 [samples], indices of the tokens whose logits are wanted; may be empty.
+        logits_at: int64 [samples], indices of the tokens whose logits are wanted; may be empty. None: all.
+        decode_install: int64, shape of `decode_table`, where the blocks whose words are tagged *install* are
+            copied to as they are read; None where no word is.
+        prefill_far: False where no word of `prefill_table` is of a block in host memory.
     """
 
     tokens: torch.Tensor
@@ -99,7 +102,9 @@ class ForwardBatch:
     prefill_table: torch.Tensor
     prefill_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
-    logits_at: torch.Tensor
+    logits_at: torch.Tensor | None
+    decode_install: torch.Tensor | None = None
+    prefill_far: bool = True
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,7 @@ class _Attention(nn.Module):
                 self.layer,
                 layout,
                 window=self.window,
+                install=batch.decode_install,
                 plan=step.decode,
                 out=out[:decodes],
             )
@@ -223,6 +229,7 @@ class CausalLM(nn.Module):
         self.head = (
             None if config.tied_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
+        self._inv_freq: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -249,8 +256,13 @@ class CausalLM(nn.Module):
         )
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, layout: KVLayout) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, layout: KVLayout, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Run one step: write the KV of all its tokens, return the logits that are wanted.
+
+        Args:
+            out: where they are written, float32 [samples, vocab_size]; None for a new tensor.
 
         Returns:
             float32 [samples, vocab_size].
@@ -262,19 +274,27 @@ class CausalLM(nn.Module):
         x = self.embedding(batch.tokens)
         for layer in self.layers:
             x = layer(x, step)
-        x = self.norm(x[batch.logits_at])
+        x = self.norm(x if batch.logits_at is None else x[batch.logits_at])
         weight = self.embedding.weight if self.head is None else self.head.weight
-        return functional.linear(x, weight).float()
+        logits = functional.linear(x, weight)
+        return logits.float() if out is None else out.copy_(logits)
+
+    def _frequencies(self) -> torch.Tensor:
+        """The model's `inv_freq` on its device: a step that copied them there would wait for it."""
+        if self._inv_freq is None or self._inv_freq.device != self.device:
+            self._inv_freq = torch.tensor(self.config.inv_freq, dtype=torch.float32, device=self.device)
+        return self._inv_freq
 
     def _step(self, batch: ForwardBatch, layout: KVLayout) -> _Step:
-        inv_freq = torch.tensor(self.config.inv_freq, dtype=torch.float32, device=self.device)
-        angles = (batch.positions[:, None].float() * inv_freq)[:, None]
+        angles = (batch.positions[:, None].float() * self._frequencies())[:, None]
         factor = self.config.rope_factor
         decode = prefill = None
         if batch.num_decode:
             decode = decode_plan(batch.decode_table, batch.decode_lens, layout)
         if batch.num_decode < batch.tokens.shape[0]:
-            prefill = prefill_plan(batch.cu_seqlens_q, batch.prefill_table, batch.prefill_lens, layout)
+            prefill = prefill_plan(
+                batch.cu_seqlens_q, batch.prefill_table, batch.prefill_lens, layout, far=batch.prefill_far
+            )
         return _Step(
             batch,
             layout,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..kvstore.store import TieredStore
+from ..tiers.errors import IntegrityError
 from .model import CausalLM, ForwardBatch
+from .padded import PaddedDecode, can_capture
 from .sampler import UNLIMITED, SamplingBatch, sample
 from .scheduler import Scheduler, Step
 from .sequence import Sequence
+from .upload import upload
 
 __all__ = ["Runner"]
 
@@ -20,35 +24,76 @@ __all__ = ["Runner"]
 class Runner:
     """A model over one store's block tables.
 
+    On a GPU nothing waits for it before the sampled tokens are read, as far as kernels exist for the model's
+    KV (`kernels/`): a step's arrays go there in one copy, and plans are made there.
+
     Args:
         model: on the store's device.
         store: where the KV is.
+        max_tokens: tokens of one sequence, at most.
+        cuda_graphs: capture steps that only decode in CUDA graphs, where that can be.
+        padded: run these steps padded, as for a graph, also where none can be captured.
     """
 
-    def __init__(self, model: CausalLM, store: TieredStore) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        store: TieredStore,
+        max_tokens: int,
+        *,
+        cuda_graphs: bool = True,
+        padded: bool = False,
+    ) -> None:
         self._model = model
         self._store = store
         self._device = torch.device(store.device)
+        rows = len(store.lengths)
+        self._columns = _SamplingColumns(rows)
         self._mirror: torch.Tensor | None = None
-        self._columns = _SamplingColumns(len(store.lengths))
+        if self._device.type == "cuda":
+            self._mirror = self._new_mirror(rows, max_tokens)
+        self._padded: PaddedDecode | None = None
+        capture = cuda_graphs and can_capture(model, store.layout)
+        if capture or padded:
+            self._padded = PaddedDecode(model, store.layout, rows, capture=capture)
 
-    @torch.inference_mode()
+    @property
+    def captured(self) -> list[int]:
+        """The sizes of batches whose decode step is a CUDA graph by now, ascending."""
+        return [] if self._padded is None else self._padded.captured
+
     def run(self, step: Step, scheduler: Scheduler) -> npt.NDArray[np.int32]:
         """Compute the step's KV and sample a token for each of `Step.sampled_rows`; int32, in their order.
 
         Waits for the device: when this returns, the step's work is done.
         """
-        logits = self._model(self._batch(step, scheduler.tokens), self._store.layout)
-        rows = step.sampled_rows
-        if not len(rows):
-            self._settle()
-            return np.empty(0, dtype=np.int32)
-        sampled = sample(logits, self._columns.batch(rows, scheduler))
-        return sampled.cpu().numpy().astype(np.int32)
-
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
+        sampled = self.start(step, scheduler).cpu()
+        if not len(sampled) and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        return sampled.numpy()
+
+    @torch.inference_mode()
+    def start(self, step: Step, scheduler: Scheduler) -> torch.Tensor:
+        """Enqueue a step; returns the tokens that `run` does, on the device."""
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            if self._padded is not None and not step.chunks:
+                logits = self._run_padded(self._padded, step)
+            else:
+                logits = self._model(self._batch(step, scheduler.tokens), self._store.layout)
+            rows = step.sampled_rows
+            if not len(rows):
+                return torch.empty(0, dtype=torch.int32, device=self._device)
+            return sample(logits, self._columns.batch(rows, scheduler)).to(torch.int32)
+
+    def close(self) -> None:
+        """Give the memory of CUDA graphs back."""
+        if self._padded is not None:
+            self._padded.close()
+
+    def _run_padded(self, padded: PaddedDecode, step: Step) -> torch.Tensor:
+        words = self._store.table.words[step.rows, step.lengths // self._store.layout.block_size]
+        (packed,) = self._moved(padded.pack(step.tokens, step.lengths, words, step.rows))
+        return padded.run(packed, self._table())[: len(step.rows)]
 
     def _batch(self, step: Step, all_tokens: npt.NDArray[np.int32]) -> ForwardBatch:
         size = self._store.layout.block_size
@@ -64,51 +109,83 @@ class Runner:
             rows.append(np.full(chunk.count, chunk.row, dtype=np.int64))
         places = np.concatenate(positions)
         columns = places // size
-        offsets = places - columns * size
-        words = self._store.table.words
         chunk_rows = np.array([chunk.row for chunk in chunks], dtype=np.int64)
         chunk_lengths = np.array([chunk.start + chunk.count for chunk in chunks], dtype=np.int32)
         bounds = list(itertools.accumulate((chunk.count for chunk in chunks), initial=0))
         ends = [decoding + bound - 1 for chunk, bound in zip(chunks, bounds[1:], strict=True) if chunk.last]
         lengths = (step.lengths + 1).astype(np.int32)
+        ids, at, addresses, offsets, decode_rows, decode_lens, prefill_rows, prefill_lens, cu, logits_at = (
+            self._moved(
+                np.concatenate(tokens),
+                places,
+                self._store.table.words[np.concatenate(rows), columns],
+                places - columns * size,
+                step.rows,
+                lengths,
+                chunk_rows,
+                chunk_lengths,
+                np.array(bounds, dtype=np.int32),
+                np.array([*range(decoding), *ends], dtype=np.int64),
+            )
+        )
         table = self._table()
         return ForwardBatch(
-            tokens=self._tensor(np.concatenate(tokens).astype(np.int64)),
-            positions=self._tensor(places),
-            addresses=self._tensor(words[np.concatenate(rows), columns]),
-            offsets=self._tensor(offsets),
+            tokens=ids,
+            positions=at,
+            addresses=addresses,
+            offsets=offsets,
             num_decode=decoding,
-            decode_table=self._rows(table, step.rows, int(lengths.max(initial=0))),
-            decode_lens=self._tensor(lengths),
-            prefill_table=self._rows(table, chunk_rows, int(chunk_lengths.max(initial=0))),
-            prefill_lens=self._tensor(chunk_lengths),
-            cu_seqlens_q=self._tensor(np.array(bounds, dtype=np.int32)),
-            logits_at=self._tensor(np.array([*range(decoding), *ends], dtype=np.int64)),
+            decode_table=self._rows(table, step.rows, decode_rows, lengths),
+            decode_lens=decode_lens,
+            prefill_table=self._rows(table, chunk_rows, prefill_rows, chunk_lengths),
+            prefill_lens=prefill_lens,
+            cu_seqlens_q=cu,
+            logits_at=logits_at,
+            prefill_far=any(self._store.far_blocks(chunk.row) > 0 for chunk in chunks),
         )
 
-    def _rows(self, table: torch.Tensor, rows: npt.NDArray[np.int64], length: int) -> torch.Tensor:
-        """The rows' words as far as `length` tokens need: a view where the rows are the first, in order."""
-        width = self._store.layout.blocks_for(length)
+    def _rows(
+        self,
+        table: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        moved: torch.Tensor,
+        lengths: npt.NDArray[np.int32],
+    ) -> torch.Tensor:
+        """The rows' words as far as their lengths need: a view where the rows are the first, in order."""
+        words = table[:, : self._store.layout.blocks_for(int(lengths.max(initial=0)))]
         count = len(rows)
         # Chunks come in the order of arrival, which need not be that of their rows.
         if np.array_equal(rows, np.arange(count)):
-            return table[:count, :width]
-        return table[self._tensor(rows), :width]
+            return words[:count]
+        return words.index_select(0, moved)
+
+    # The block table on the device: on a CPU the table itself, elsewhere a mirror of it.
+
+    def _new_mirror(self, rows: int, max_tokens: int) -> torch.Tensor:
+        """A mirror for the longest sequences that there may be: graphs find it where it always is."""
+        table = self._store.table
+        table.take_changes()
+        whole = np.zeros((rows, self._store.layout.blocks_for(max_tokens)), dtype=np.int64)
+        width = min(whole.shape[1], table.words.shape[1])
+        whole[:, :width] = table.words[:, :width]
+        return torch.from_numpy(whole).to(self._device)
 
     def _table(self) -> torch.Tensor:
-        """The block table on the device. On a CPU it is the table itself, elsewhere a mirror of it."""
-        table = self._store.table
-        if self._device.type == "cpu":
-            return torch.from_numpy(table.words)
-        rows, columns, words = table.take_changes()
-        if self._mirror is None or self._mirror.shape != table.words.shape:
-            self._mirror = torch.from_numpy(table.words).to(self._device)
-        elif len(rows):
-            self._mirror[self._tensor(rows), self._tensor(columns)] = self._tensor(words)
-        return self._mirror
+        return torch.from_numpy(self._store.table.words) if self._mirror is None else self._mirror
 
-    def _tensor(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+    def _moved(self, *arrays: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> list[torch.Tensor]:
+        """The arrays on the device; what changed in the block table since goes with them, to the mirror."""
+        mirror = self._mirror
+        if mirror is None:
+            return upload(arrays, self._device)
+        rows, columns, words = self._store.table.take_changes()
+        width = mirror.shape[1]
+        if int(columns.max(initial=0)) >= width:
+            raise IntegrityError(f"a row of the block table has more than the {width} blocks of max_tokens")
+        *moved, cells, written = upload((*arrays, rows * width + columns, words), self._device)
+        if len(rows):
+            mirror.view(-1).index_copy_(0, cells, written)
+        return moved
 
 
 class _SamplingColumns:

@@ -19,6 +19,7 @@ import torch
 
 from ..tiers.errors import ConfigError
 from ..tiers.settings import expect_flag, expect_integer, expect_number, shown
+from .upload import upload
 
 __all__ = ["UNLIMITED", "SamplingBatch", "SamplingParams", "sample"]
 
@@ -112,6 +113,9 @@ class SamplingBatch:
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Choose one token a row. A row's token does not depend on the other rows.
 
+    Nothing waits for a GPU, but for rows with a `top_p` below 1: these look once whether few enough tokens
+    make up the nucleus.
+
     Args:
         logits: float32 [samples, vocab_size].
         batch: the parameters of each row.
@@ -121,7 +125,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """
     if batch.banned_rows.size:
         rows, tokens = (_to(logits.device, a) for a in (batch.banned_rows, batch.banned_tokens))
-        logits = logits.index_put((rows, tokens), logits.new_tensor(-math.inf))
+        logits = logits.index_put((rows, tokens), logits.new_full((), -math.inf))
     chosen = logits.argmax(-1)
     drawn = np.flatnonzero(batch.temperature > 0)
     uniform = _uniform(batch.seed, batch.counter)
@@ -198,7 +202,7 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _to(device: torch.device, column: npt.NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(column).to(device)
+    return upload([column], device)[0]
 
 
 def _texts(stop: object) -> tuple[str, ...]:

@@ -1,18 +1,27 @@
-"""Where an engine runs, and how large its tiers are, from settings that may leave it to the machine."""
+"""Where an engine runs, how large its tiers are, and what moves blocks between them.
+
+All of it comes from settings that may leave it to the machine.
+"""
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from ..tiers.errors import ConfigError
+from ..kernels.copy_blocks import AddressCopier
+from ..tiers.errors import ConfigError, KernelError
 from ..tiers.layout import KVLayout
 from ..tiers.memory import memory_headroom
+from ..tiers.mover import CudaMover, HostMover, Mover
 from .loader import LoadedModel, find_device, find_dtype, load_model
 
-__all__ = ["default_host_bytes", "device_blocks_of", "loaded_on"]
+__all__ = ["default_host_bytes", "device_blocks_of", "loaded_on", "mover_on"]
+
+_log = logging.getLogger(__name__)
 
 _CPU_DEVICE_BYTES: Final = 256 << 20
 _GPU_SHARE: Final = 0.85
@@ -68,3 +77,22 @@ def device_blocks_of(layout: KVLayout, device: str, blocks: int | None, size: in
 def default_host_bytes() -> int:
     """Bytes of the host tier where no setting says it: a quarter of the memory that is available."""
     return max(_MIN_HOST_BYTES, int(_HOST_SHARE * memory_headroom().usable_bytes))
+
+
+def mover_on(device: str) -> Mover:
+    """What copies the blocks of an engine on a device; its caller closes it.
+
+    Raises:
+        ConfigError: there is no such device, or cuda-python is not installed.
+    """
+    return HostMover() if device == "cpu" else CudaMover(device, _copier(device))
+
+
+@cache  # compiled once for all engines of a device, and told once where it cannot be
+def _copier(device: str) -> AddressCopier | None:
+    """The kernel that copies short runs; None where it cannot be compiled, and DMA copies them too."""
+    try:
+        return AddressCopier(device)
+    except KernelError as error:
+        _log.warning("small blocks are copied by DMA, several times slower than by a kernel: %s", error)
+        return None

@@ -12,15 +12,19 @@ import torch
 import transformers
 from kvpager.engine.llm import LLM, Completion
 from kvpager.engine.loader import LoadedModel, load_model
+from kvpager.engine.runner import Runner
 from kvpager.engine.sampler import SamplingParams
 from kvpager.engine.sequence import Sequence, SequenceState
 from kvpager.tests.model_files import save_tiny_model
 
 __all__ = [
     "GREEDY",
+    "HALF_SIZE",
+    "ROUNDING",
     "SIZE",
     "TOKENS",
     "Case",
+    "Judge",
     "MakeLLM",
     "Tokens",
     "answers",
@@ -31,7 +35,9 @@ __all__ = [
     "evict_host",
     "finish",
     "make_case",
+    "make_half_case",
     "maker",
+    "run_padded",
     "run_until",
 ]
 
@@ -39,6 +45,10 @@ TOKENS = 21
 """Tokens of an answer."""
 SIZE = 8
 """Tokens per block."""
+HALF_SIZE = 16
+"""The same of `make_half_case`: what the kernels take."""
+ROUNDING = 0.03
+"""Standard deviations of the logits by which float16 may take another token for the best."""
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
 Tokens = tuple[int, ...]
@@ -64,6 +74,59 @@ def make_case(kind: str, device: str, folder: Path) -> Case:
     prompts += [shared + random.integers(2, 199, length).tolist() for length in (1, SIZE, 13)]
     loaded = load_model(folder, dtype="float32", device=device)
     return Case(loaded, device, prompts, [continued(model, prompt, TOKENS) for prompt in prompts])
+
+
+def make_half_case(kind: str, device: str, folder: Path) -> Case:
+    """A model in float16 that the kernels for a GPU read: heads of 64 elements, some with a window.
+
+    `Case.truth` is empty: which token is the best of two that are all but equal, rounding decides. See
+    `Judge`.
+    """
+    config = transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=199,
+        hidden_size=96,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        eos_token_id=1,
+        **({"sliding_window": 37} if kind == "mistral" else {}),
+    )
+    torch.manual_seed(1)
+    auto: Any = transformers.AutoModelForCausalLM
+    auto.from_config(config, attn_implementation="eager").eval().save_pretrained(folder)
+    random = np.random.default_rng(8)
+    shared = random.integers(2, 199, 4 * HALF_SIZE).tolist()
+    prompts = [random.integers(2, 199, length).tolist() for length in (1, 15, 16, 17, 50, 111)]
+    prompts += [shared + random.integers(2, 199, length).tolist() for length in (1, 16, 29)]
+    return Case(load_model(folder, dtype="float16", device=device), device, prompts, [])
+
+
+class Judge:
+    """A model of transformers in float32 on the CPU, which says what the best next tokens are."""
+
+    def __init__(self, folder: Path) -> None:
+        auto: Any = transformers.AutoModelForCausalLM
+        self._model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+    @torch.no_grad()
+    def check(self, prompt: list[int], answer: Tokens) -> None:
+        """Each token of a greedy answer is the best after those before it, or as good but for rounding."""
+        logits = self._model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        taken = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        lacking = (logits.amax(-1) - taken) / logits.std(-1)
+        assert float(lacking.max()) < ROUNDING, f"token {int(lacking.argmax())} of {answer}"
+
+
+def run_padded(llm: LLM) -> LLM:
+    """The engine with its decode steps padded: under graphs on a GPU, elsewhere by the same code without."""
+    if llm.store.device == "cpu":
+        llm._runner = Runner(llm._loaded.model, llm.store, llm.max_tokens, padded=True)
+    return llm
 
 
 def continued(model: Any, prompt: list[int], count: int) -> Tokens:

@@ -67,6 +67,7 @@ def wrong(settings: dict[str, tuple[object, ...]]) -> list[Any]:
             "max_tokens": (*NO_INTEGERS, 1, 10**9),
             "step_tokens": (*NO_INTEGERS, None, 0),
             "load_seconds": NO_SECONDS,
+            "cuda_graphs": (None, 1, "yes", [True]),
             "tenant": (None, "tenant", 5, ["t"], bytearray(b"t")),
         }
     ),

@@ -1,0 +1,212 @@
+"""Steps that only decode, in batches of a few sizes over buffers that stay: what a CUDA graph can be made of.
+
+A step's launches take longer to enqueue than a small model takes to run them. So a batch is padded to the
+next of a few sizes, its inputs are copied to where that size's inputs always lie, and the step is captured in
+a CUDA graph the second time that a size comes; the first time runs as it is, which compiles what it needs
+and is the warm-up that a capture wants. Plans of the kernels are made within the graph, from the lengths and
+words that it finds there. All graphs share one pool of memory, since no two run at a time.
+
+Padding has length 0, which attention skips, and a block address that nothing is written to. Where there is
+no GPU the same code runs, and nothing is captured.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..kernels import DecodePlan, decode_plan
+from ..tiers.layout import KVLayout
+from .model import CausalLM, ForwardBatch
+
+__all__ = ["PaddedDecode", "can_capture", "padded_size"]
+
+_log = logging.getLogger(__name__)
+
+_SMALL_SIZES: Final = (1, 2, 4)
+_STEP: Final = 8
+_INPUTS: Final = 6
+"""Rows of a size's inputs: tokens, positions, addresses, offsets, rows of the table, and lengths as int32."""
+_MOST_GROUP: Final = 16
+"""Query heads of a KV head up to which the kernel of decoding answers, and not the reference."""
+
+
+def padded_size(count: int, most: int) -> int:
+    """What a batch of `count` sequences is padded to: 1, 2, 4, or a multiple of 8, and `most` at most."""
+    for size in _SMALL_SIZES:
+        if count <= size:
+            return min(size, most)
+    return min(-(-count // _STEP) * _STEP, most)
+
+
+def can_capture(model: CausalLM, layout: KVLayout) -> bool:
+    """Whether no kernel of a decode step waits for the device, so that a graph may be made of it."""
+    device = model.device
+    if device.type != "cuda" or model.config.num_heads > _MOST_GROUP * model.config.num_kv_heads:
+        return False
+    table = torch.empty((0, 1), dtype=torch.int64, device=device)
+    lengths = torch.empty(0, dtype=torch.int32, device=device)
+    return isinstance(decode_plan(table, lengths, layout), DecodePlan)
+
+
+@dataclass
+class _Size:
+    """Batches of one size.
+
+    Attributes:
+        inputs: int64 [6, size], where they always lie.
+        graph: the step, once it was captured.
+    """
+
+    inputs: torch.Tensor
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class PaddedDecode:
+    """Runs steps that only decode.
+
+    Args:
+        model: on a CPU, or on a GPU with `can_capture` where `capture` is set.
+        layout: how a block lies in memory.
+        most: sequences of a step, at most.
+        capture: make CUDA graphs.
+    """
+
+    def __init__(self, model: CausalLM, layout: KVLayout, most: int, *, capture: bool) -> None:
+        self._model = model
+        self._layout = layout
+        self._most = most
+        self._device = model.device
+        self._sizes: dict[tuple[int, bool], _Size] = {}
+        self._logits = torch.empty((most, model.config.vocab_size), dtype=torch.float32, device=self._device)
+        self._no_queries = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._scratch: torch.Tensor | None = None
+        self._padding = 0
+        if self._device.type == "cpu":
+            # The reference writes wherever it is told to.
+            self._scratch = torch.empty(layout.block_bytes + 128, dtype=torch.uint8)
+            self._padding = -(-self._scratch.data_ptr() // 128) * 128
+        self._capturing = capture
+        if capture:
+            self._pool: Any = torch.cuda.graph_pool_handle()
+            self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @property
+    def captured(self) -> list[int]:
+        """The sizes of which there is a graph, ascending."""
+        return sorted({size for (size, _), one in self._sizes.items() if one.graph is not None})
+
+    def pack(
+        self,
+        tokens: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int64],
+        addresses: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """The inputs of a step, padded: int64 [6, size], for `run`.
+
+        Args:
+            tokens: int32 [n], the token of each sequence.
+            positions: int64 [n], its position.
+            addresses: int64 [n], the block that its KV goes to.
+            rows: int64 [n], the sequence's row of the block table.
+        """
+        count = len(rows)
+        packed = np.zeros((_INPUTS, padded_size(count, self._most)), dtype=np.int64)
+        packed[2] = self._padding
+        packed[0, :count] = tokens
+        packed[1, :count] = positions
+        packed[2, :count] = addresses
+        packed[3, :count] = positions % self._layout.block_size
+        packed[4, :count] = rows
+        packed[5].view(np.int32)[:count] = positions + 1
+        return packed
+
+    def run(
+        self, packed: torch.Tensor, table: torch.Tensor, install: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Enqueue a step.
+
+        Args:
+            packed: of `pack`, on the device.
+            table: int64 [rows, max_blocks], the block table; under capture the same memory each time, and
+            install: likewise, where its words that are tagged *install* go; None where none is.
+
+        Returns:
+            float32 [size, vocab_size], the logits; overwritten by the next step. Those of padding mean
+            nothing.
+        """
+        size = packed.shape[1]
+        key = size, install is not None
+        known = self._sizes.get(key)
+        if known is None:
+            known = self._sizes[key] = _Size(torch.empty_like(packed))
+            known.inputs.copy_(packed)
+            return self._forward(known.inputs, table, install)
+        known.inputs.copy_(packed)
+        if self._capturing and known.graph is None:
+            known.graph = self._capture(known.inputs, table, install)
+        if known.graph is None:
+            return self._forward(known.inputs, table, install)
+        known.graph.replay()
+        return self._logits[:size]
+
+    def close(self) -> None:
+        """Give the memory of the graphs back."""
+        self._sizes.clear()
+
+    def _forward(
+        self, inputs: torch.Tensor, table: torch.Tensor, install: torch.Tensor | None
+    ) -> torch.Tensor:
+        size = inputs.shape[1]
+        tokens, positions, addresses, offsets, rows, packed_lengths = inputs.unbind()
+        lengths = packed_lengths.view(torch.int32)[:size]
+        batch = ForwardBatch(
+            tokens=tokens,
+            positions=positions,
+            addresses=addresses,
+            offsets=offsets,
+            num_decode=size,
+            decode_table=table.index_select(0, rows),
+            decode_lens=lengths,
+            prefill_table=table[:0],
+            prefill_lens=lengths[:0],
+            cu_seqlens_q=self._no_queries,
+            logits_at=None,
+            decode_install=None if install is None else install.index_select(0, rows),
+        )
+        logits: torch.Tensor = self._model(batch, self._layout, out=self._logits[:size])
+        return logits
+
+    def _capture(
+        self, inputs: torch.Tensor, table: torch.Tensor, install: torch.Tensor | None
+    ) -> torch.cuda.CUDAGraph | None:
+        size = inputs.shape[1]
+        _log.info("capturing the decode step of %d sequences in a CUDA graph", size)
+        started = time.perf_counter()
+        # What is freed by the collector meanwhile may be more than a capture allows.
+        gc.collect()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads copy blocks and page-lock memory meanwhile, as they may in this mode.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                self._forward(inputs, table, install)
+        except torch.OutOfMemoryError as error:
+            _log.warning("no more CUDA graphs are captured, there is no memory for them: %s", error)
+            self._capturing = False
+            return None
+        _log.info(
+            "captured it in %.1f s; graphs of %s sequences are ready",
+            time.perf_counter() - started,
+            ", ".join(map(str, sorted({*self.captured, size}))),
+        )
+        return graph
