@@ -14,6 +14,10 @@
     │   ├── ColdTierUnavailableError   it cannot be reached, or not in time
     │   ├── ColdTierFullError          it has no room
     │   └── RecordError                a stored record does not verify
+    ├── ServiceError           the sidecar did not do what was asked
+    │   ├── ServiceUnavailableError    it cannot be reached, or did not answer in time
+    │   ├── AccessDeniedError          it does not let this client in
+    │   └── ProtocolError              bytes that are no frame of the protocol, or another version's
     ├── KernelError            arguments that a kernel cannot run on
     ├── ModelError             a model that cannot be read, or is of an unknown kind
     └── RequestError           a request that the engine cannot serve
@@ -25,6 +29,7 @@ verify, is counted and reported as absent.
 from __future__ import annotations
 
 __all__ = [
+    "AccessDeniedError",
     "CapacityError",
     "ClosedError",
     "ColdTierError",
@@ -37,8 +42,11 @@ __all__ = [
     "LayoutError",
     "MemoryUnavailableError",
     "ModelError",
+    "ProtocolError",
     "RecordError",
     "RequestError",
+    "ServiceError",
+    "ServiceUnavailableError",
     "StaleHandleError",
 ]
 
@@ -97,6 +105,22 @@ class ColdTierFullError(ColdTierError):
 
 class RecordError(ColdTierError):
     """A stored record is truncated, altered, or of another version, space or key."""
+
+
+class ServiceError(KVPagerError):
+    """The sidecar did not do what was asked of it."""
+
+
+class ServiceUnavailableError(ServiceError):
+    """The sidecar cannot be reached, or did not answer within the deadline."""
+
+
+class AccessDeniedError(ServiceError):
+    """The sidecar does not let this client in."""
+
+
+class ProtocolError(ServiceError):
+    """Bytes that are no frame of the wire protocol, or a version of it that is not spoken."""
 
 
 class KernelError(KVPagerError):

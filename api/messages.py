@@ -1,0 +1,537 @@
+"""The messages of the sidecar's protocol: what its frames carry, and how each field travels.
+
+A message is a frozen dataclass with a tag; its fields travel in the order in which they are written. Hashes,
+slots and generations of many blocks are one byte string each, so no frame has an object per block. A tag
+means the same for ever; a field may be added at a message's end, and none is taken away or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kvstore.handles import Generations
+from ..kvstore.hashing import HASH_BYTES
+from ..kvstore.policy import Ids
+from ..tiers.errors import ProtocolError
+
+__all__ = [
+    "Abort",
+    "Blocks",
+    "Commit",
+    "Count",
+    "Done",
+    "Event",
+    "Evict",
+    "Flags",
+    "Flush",
+    "Get",
+    "GetNote",
+    "GetStats",
+    "Hashes",
+    "Hello",
+    "LeaseSlots",
+    "Leased",
+    "Load",
+    "Marks",
+    "Match",
+    "Message",
+    "Note",
+    "OpenSpace",
+    "Pin",
+    "Put",
+    "PutNote",
+    "Release",
+    "Reserve",
+    "Reserved",
+    "SpaceOpened",
+    "Stats",
+    "Statuses",
+    "Subscribe",
+    "Unpin",
+    "Welcome",
+    "fields_of",
+    "message_of",
+]
+
+Hashes: TypeAlias = tuple[bytes, ...]
+"""Prefix hashes; they travel one after the other, in one byte string."""
+Flags: TypeAlias = npt.NDArray[np.bool_]
+Statuses: TypeAlias = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class _Codec:
+    """How a field travels: what is put into msgpack for it, and what is made of what comes out."""
+
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _exactly(kind: type) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if type(value) is not kind:
+            raise ProtocolError(f"a field that should be {kind.__name__} is {type(value).__name__}")
+        return value
+
+    return check
+
+
+def _unpack_float(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ProtocolError(f"a field that should be a number is {type(value).__name__}")
+    return float(value)
+
+
+def _array_codec(wire: str, kind: type[np.generic]) -> _Codec:
+    size = np.dtype(wire).itemsize
+
+    def pack(value: npt.NDArray[Any]) -> bytes:
+        return np.ascontiguousarray(value, dtype=wire).tobytes()
+
+    def unpack(value: Any) -> npt.NDArray[Any]:
+        if type(value) is not bytes or len(value) % size:
+            raise ProtocolError(f"a field that should be an array of {wire} is not one")
+        return np.frombuffer(value, dtype=wire).astype(kind)
+
+    return _Codec(pack, unpack)
+
+
+def _unpack_hashes(value: Any) -> Hashes:
+    if type(value) is not bytes or len(value) % HASH_BYTES:
+        raise ProtocolError("a field that should be hashes is not a multiple of their length")
+    return tuple(value[i : i + HASH_BYTES] for i in range(0, len(value), HASH_BYTES))
+
+
+def _unpack_texts(value: Any) -> tuple[str, ...]:
+    if type(value) is not tuple or not all(type(text) is str for text in value):
+        raise ProtocolError("a field that should be strings is not")
+    return value
+
+
+def _unpack_map(value: Any) -> dict[str, Any]:
+    if type(value) is not dict or not all(type(key) is str for key in value):
+        raise ProtocolError("a field that should be a map is not one")
+    return value
+
+
+_CODECS: Final[dict[Any, _Codec]] = {
+    int: _Codec(_same, _exactly(int)),
+    bool: _Codec(_same, _exactly(bool)),
+    str: _Codec(_same, _exactly(str)),
+    bytes: _Codec(_same, _exactly(bytes)),
+    float: _Codec(float, _unpack_float),
+    tuple[str, ...]: _Codec(list, _unpack_texts),
+    dict[str, Any]: _Codec(_same, _unpack_map),
+    Hashes: _Codec(b"".join, _unpack_hashes),
+    Ids: _array_codec("<i4", np.int32),
+    Generations: _array_codec("<i8", np.int64),
+    Statuses: _array_codec("u1", np.uint8),
+    Flags: _array_codec("u1", np.bool_),
+}
+
+
+def _codec_of(hint: Any) -> _Codec:
+    return _CODECS[hint]
+
+
+class Message:
+    """What a frame carries. Every subclass is a frozen dataclass with a tag of its own."""
+
+    TAG: ClassVar[int]
+
+
+_M = TypeVar("_M", bound=type[Message])
+_messages: dict[int, type[Message]] = {}
+_codecs: dict[type[Message], tuple[_Codec, ...]] = {}
+
+
+def _message(tag: int) -> Callable[[_M], _M]:
+    """Give a message its tag, and find out how its fields travel."""
+
+    def register(kind: _M) -> _M:
+        if tag in _messages:
+            raise TypeError(f"tag {tag} is {_messages[tag].__name__}'s")
+        kind.TAG = tag
+        hints = get_type_hints(kind)
+        _codecs[kind] = tuple(_codec_of(hints[field.name]) for field in fields(kind))  # type: ignore[arg-type]
+        _messages[tag] = kind
+        return kind
+
+    return register
+
+
+@_message(1)
+@dataclass(frozen=True)
+class Hello(Message):
+    """The first request of a client.
+
+    Args:
+        magic: `MAGIC`, so that whoever is called by mistake can tell.
+        newest, oldest: versions of the protocol that it speaks.
+        group: 16 bytes that an engine's processes share; leases and reservations are theirs together.
+        pid: its process, 0 for one on another machine.
+        token: what lets a client in over TCP; empty on a local socket.
+        name: what an operator calls it.
+    """
+
+    magic: str
+    newest: int
+    oldest: int
+    group: bytes
+    pid: int
+    token: str
+    name: str
+
+
+@_message(2)
+@dataclass(frozen=True)
+class Welcome(Message):
+    """The reply to `Hello`.
+
+    Args:
+        version: the version that is spoken from here on.
+        boot_id: 16 bytes, others after each start of the sidecar.
+        arena_bytes: length of the arena, whose descriptor comes with this frame on a local socket; 0 where
+            blocks travel inline instead.
+        extent_bytes: length of its extents.
+        max_frame: bytes of the largest frame that the sidecar takes.
+    """
+
+    version: int
+    boot_id: bytes
+    arena_bytes: int
+    extent_bytes: int
+    max_frame: int
+
+
+@_message(3)
+@dataclass(frozen=True)
+class Done(Message):
+    """The reply to what has nothing to tell."""
+
+
+@_message(4)
+@dataclass(frozen=True)
+class Count(Message):
+    """The reply of how many."""
+
+    count: int
+
+
+@_message(10)
+@dataclass(frozen=True)
+class OpenSpace(Message):
+    """Open the space of a layout and shard; `KVLayout` says what the first nine are, window 0 being none.
+
+    Args:
+        shard: which part of the model this is.
+        tenant: whose the blocks are; quotas go by it.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    format: str
+    planes: int
+    window: int
+    scale_bytes: int
+    shard: str
+    tenant: str
+
+
+@_message(11)
+@dataclass(frozen=True)
+class SpaceOpened(Message):
+    """The reply to `OpenSpace`.
+
+    Slot ``s`` lies in the arena at ``s // slots_per_extent * extent_bytes``, and in its extent at
+    ``s % slots_per_extent * block_bytes``.
+
+    Args:
+        space: what requests of this connection call it.
+        id: the 16 bytes that events call it.
+        slots_per_extent: slots that an extent is cut into.
+    """
+
+    space: int
+    id: bytes
+    slots_per_extent: int
+
+
+@_message(12)
+@dataclass(frozen=True)
+class Match(Message):
+    """Lease the leading blocks of `hashes` that are resident, and count what follows in the cold tier.
+
+    Args:
+        deadline: seconds that the cold tier may be asked for; 0: not at all.
+    """
+
+    space: int
+    hashes: Hashes
+    deadline: float
+
+
+@_message(13)
+@dataclass(frozen=True)
+class Leased(Message):
+    """Leased slots in the order of their hashes, and how many further blocks the cold tier has."""
+
+    slots: Ids
+    generations: Generations
+    cold: int
+
+
+@_message(14)
+@dataclass(frozen=True)
+class Load(Message):
+    """Bring what the cold tier has of `hashes` to host memory; lease the leading blocks that are there.
+
+    Args:
+        deadline: seconds; what has not come by then is not leased.
+    """
+
+    space: int
+    hashes: Hashes
+    deadline: float
+
+
+@_message(15)
+@dataclass(frozen=True)
+class LeaseSlots(Message):
+    """Lease slots that were remembered; answered by `Marks`, false where a slot was granted again since."""
+
+    space: int
+    slots: Ids
+    generations: Generations
+
+
+@_message(16)
+@dataclass(frozen=True)
+class Marks(Message):
+    """One byte for each of what was asked for, 1 or 0."""
+
+    flags: Flags
+
+
+@_message(17)
+@dataclass(frozen=True)
+class Release(Message):
+    """End leases."""
+
+    space: int
+    slots: Ids
+    generations: Generations
+
+
+@_message(18)
+@dataclass(frozen=True)
+class Reserve(Message):
+    """Ask for slots to write blocks into.
+
+    Args:
+        wait: seconds to wait for room.
+    """
+
+    space: int
+    hashes: Hashes
+    wait: float
+
+
+@_message(19)
+@dataclass(frozen=True)
+class Reserved(Message):
+    """The reply to `Reserve`, for each hash: its `ReserveStatus`, slot and generation."""
+
+    statuses: Statuses
+    slots: Ids
+    generations: Generations
+
+
+@_message(20)
+@dataclass(frozen=True)
+class Commit(Message):
+    """Reserved slots are written: let them be found."""
+
+    space: int
+    slots: Ids
+    generations: Generations
+
+
+@_message(21)
+@dataclass(frozen=True)
+class Abort(Message):
+    """Reserved slots will not be written."""
+
+    space: int
+    slots: Ids
+    generations: Generations
+
+
+@_message(22)
+@dataclass(frozen=True)
+class Pin(Message):
+    """Keep resident blocks from eviction; answered by how many are."""
+
+    space: int
+    hashes: Hashes
+
+
+@_message(23)
+@dataclass(frozen=True)
+class Unpin(Message):
+    """Let pinned blocks be evicted again; answered by how many were pinned."""
+
+    space: int
+    hashes: Hashes
+
+
+@_message(24)
+@dataclass(frozen=True)
+class Evict(Message):
+    """Let go of up to so many blocks, coldest first; answered by how many went."""
+
+    space: int
+    count: int
+
+
+@_message(25)
+@dataclass(frozen=True)
+class PutNote(Message):
+    """Keep a small record in the cold tier; answered by a count of 1 where it was kept."""
+
+    space: int
+    name: bytes
+    value: bytes
+    deadline: float
+
+
+@_message(26)
+@dataclass(frozen=True)
+class GetNote(Message):
+    """Ask for a small record."""
+
+    space: int
+    name: bytes
+    deadline: float
+
+
+@_message(27)
+@dataclass(frozen=True)
+class Note(Message):
+    """The reply to `GetNote`."""
+
+    found: bool
+    value: bytes
+
+
+@_message(28)
+@dataclass(frozen=True)
+class Put(Message):
+    """Store blocks whose bytes come with the frame, one after the other; answered by how many were stored."""
+
+    space: int
+    hashes: Hashes
+    data: bytes
+    wait: float
+
+
+@_message(29)
+@dataclass(frozen=True)
+class Get(Message):
+    """Ask for the bytes of the leading resident blocks."""
+
+    space: int
+    hashes: Hashes
+
+
+@_message(30)
+@dataclass(frozen=True)
+class Blocks(Message):
+    """The bytes of blocks, one after the other."""
+
+    data: bytes
+
+
+@_message(31)
+@dataclass(frozen=True)
+class GetStats(Message):
+    """Ask for the counters."""
+
+
+@_message(32)
+@dataclass(frozen=True)
+class Stats(Message):
+    """The reply to `GetStats`: numbers, strings, and maps of these."""
+
+    values: dict[str, Any]
+
+
+@_message(33)
+@dataclass(frozen=True)
+class Subscribe(Message):
+    """Have `Event` sent for every change from here on, or no more."""
+
+    on: bool
+
+
+@_message(34)
+@dataclass(frozen=True)
+class Event(Message):
+    """A notice: blocks came into a tier or left it; the fields are those of `BlockEvent`.
+
+    Args:
+        lost: events before this one that were not sent, since the client took them too slowly.
+    """
+
+    kind: str
+    tier: str
+    space: bytes
+    hashes: Hashes
+    lost: int
+
+
+@_message(35)
+@dataclass(frozen=True)
+class Flush(Message):
+    """Write what the cold tier has no copy of; answered by how many blocks still have none.
+
+    Args:
+        deadline: seconds.
+    """
+
+    deadline: float
+
+
+def fields_of(message: Message) -> list[Any]:
+    """What is put into msgpack for a message's fields."""
+    codecs = _codecs[type(message)]
+    names = [field.name for field in fields(message)]  # type: ignore[arg-type]
+    return [codec.pack(getattr(message, name)) for codec, name in zip(codecs, names, strict=True)]
+
+
+def message_of(tag: object, values: object) -> Message:
+    """The message of a tag and what came out of msgpack for its fields.
+
+    Raises:
+        ProtocolError: there is no such message, or a field is not what it should be.
+    """
+    kind = _messages.get(tag) if type(tag) is int else None
+    if kind is None:
+        raise ProtocolError(f"there is no message with tag {tag!r:.40}")
+    codecs = _codecs[kind]
+    # A newer peer may have added fields at the end; it may not leave any out.
+    if type(values) is not tuple or len(values) < len(codecs):
+        raise ProtocolError(f"{kind.__name__} has {len(codecs)} fields")
+    return kind(*(codec.unpack(value) for codec, value in zip(codecs, values, strict=False)))
