@@ -2,8 +2,8 @@
 
 A connection is a stream of frames: four bytes of length, little-endian, and so many bytes of msgpack. A frame
 is an array ``[kind, id, what, fields]``: a *request* has an id of its sender's choice, the *reply* or
-*failure* to it carries the same id, and a *notice* (id 0) answers nothing. Requests may be sent without waiting
-for replies, which come in any order. What they carry is in `api/messages.py`.
+*failure* to it carries the same id, and a *notice* (id 0) answers nothing. Requests may be sent without
+waiting for replies, which come in any order. What they carry is in `api/messages.py`.
 
 `docs/protocol.md` says the same for whoever writes a client in another language; the frames in
 ``tests/data/wire_frames.json`` are there to try one on.
