@@ -89,6 +89,7 @@ class ForwardBatch:
         logits_at: int64 [samples], indices of the tokens whose logits are wanted; may be empty. None: all.
         decode_install: int64, shape of `decode_table`, where the blocks whose words are tagged *install* are
             copied to as they are read; None where no word is.
+        prefill_install: the same, shape of `prefill_table`.
         prefill_far: False where no word of `prefill_table` is of a block in host memory.
     """
 
@@ -104,6 +105,7 @@ class ForwardBatch:
     cu_seqlens_q: torch.Tensor
     logits_at: torch.Tensor | None
     decode_install: torch.Tensor | None = None
+    prefill_install: torch.Tensor | None = None
     prefill_far: bool = True
 
 
@@ -191,6 +193,7 @@ class _Attention(nn.Module):
                 self.layer,
                 layout,
                 window=self.window,
+                install=batch.prefill_install,
                 plan=step.prefill,
                 out=out[decodes:],
             )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kvstore.store import TieredStore
+from ..kvstore.store import Install, TieredStore
 from ..tiers.errors import IntegrityError
 from .model import CausalLM, ForwardBatch
 from .padded import PaddedDecode, can_capture
@@ -50,6 +52,7 @@ class Runner:
         rows = len(store.lengths)
         self._columns = _SamplingColumns(rows)
         self._mirror: torch.Tensor | None = None
+        self._targets: torch.Tensor | None = None
         if self._device.type == "cuda":
             self._mirror = self._new_mirror(rows, max_tokens)
         self._padded: PaddedDecode | None = None
@@ -92,8 +95,10 @@ class Runner:
 
     def _run_padded(self, padded: PaddedDecode, step: Step) -> torch.Tensor:
         words = self._store.table.words[step.rows, step.lengths // self._store.layout.block_size]
-        (packed,) = self._moved(padded.pack(step.tokens, step.lengths, words, step.rows))
-        return padded.run(packed, self._table())[: len(step.rows)]
+        packed = padded.pack(step.tokens, step.lengths, words, step.rows)
+        table = self._table()
+        (inputs,), install = self._moved(step.install, table, packed)
+        return padded.run(inputs, table, install)[: len(step.rows)]
 
     def _batch(self, step: Step, all_tokens: npt.NDArray[np.int32]) -> ForwardBatch:
         size = self._store.layout.block_size
@@ -114,22 +119,26 @@ class Runner:
         bounds = list(itertools.accumulate((chunk.count for chunk in chunks), initial=0))
         ends = [decoding + bound - 1 for chunk, bound in zip(chunks, bounds[1:], strict=True) if chunk.last]
         lengths = (step.lengths + 1).astype(np.int32)
-        ids, at, addresses, offsets, decode_rows, decode_lens, prefill_rows, prefill_lens, cu, logits_at = (
-            self._moved(
-                np.concatenate(tokens),
-                places,
-                self._store.table.words[np.concatenate(rows), columns],
-                places - columns * size,
-                step.rows,
-                lengths,
-                chunk_rows,
-                chunk_lengths,
-                np.array(bounds, dtype=np.int32),
-                np.array([*range(decoding), *ends], dtype=np.int64),
-            )
-        )
         table = self._table()
-        return ForwardBatch(
+        moved, install = self._moved(
+            step.install,
+            table,
+            np.concatenate(tokens),
+            places,
+            self._store.table.words[np.concatenate(rows), columns],
+            places - columns * size,
+            step.rows,
+            lengths,
+            chunk_rows,
+            chunk_lengths,
+            np.array(bounds, dtype=np.int32),
+            np.array([*range(decoding), *ends], dtype=np.int64),
+        )
+        ids, at, addresses, offsets, decode_rows, decode_lens, prefill_rows, prefill_lens, cu, logits_at = (
+            moved
+        )
+        far = any(self._store.far_blocks(chunk.row) > 0 for chunk in chunks)
+        batch = ForwardBatch(
             tokens=ids,
             positions=at,
             addresses=addresses,
@@ -141,7 +150,14 @@ class Runner:
             prefill_lens=prefill_lens,
             cu_seqlens_q=cu,
             logits_at=logits_at,
-            prefill_far=any(self._store.far_blocks(chunk.row) > 0 for chunk in chunks),
+            prefill_far=far,
+        )
+        if install is None:
+            return batch
+        return replace(
+            batch,
+            decode_install=self._rows(install, step.rows, decode_rows, lengths),
+            prefill_install=self._rows(install, chunk_rows, prefill_rows, chunk_lengths) if far else None,
         )
 
     def _rows(
@@ -173,19 +189,39 @@ class Runner:
     def _table(self) -> torch.Tensor:
         return torch.from_numpy(self._store.table.words) if self._mirror is None else self._mirror
 
-    def _moved(self, *arrays: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> list[torch.Tensor]:
-        """The arrays on the device; what changed in the block table since goes with them, to the mirror."""
-        mirror = self._mirror
-        if mirror is None:
-            return upload(arrays, self._device)
-        rows, columns, words = self._store.table.take_changes()
-        width = mirror.shape[1]
-        if int(columns.max(initial=0)) >= width:
-            raise IntegrityError(f"a row of the block table has more than the {width} blocks of max_tokens")
-        *moved, cells, written = upload((*arrays, rows * width + columns, words), self._device)
-        if len(rows):
-            mirror.view(-1).index_copy_(0, cells, written)
-        return moved
+    def _moved(
+        self,
+        install: Install | None,
+        table: torch.Tensor,
+        *arrays: npt.NDArray[np.int64] | npt.NDArray[np.int32],
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """The arrays on the device, and where what is to be installed goes: int64, shape of `table`, or None.
+
+        What changed in the block table since goes with them, to the mirror.
+        """
+        width = table.shape[1]
+        parts: list[npt.NDArray[Any]] = [*arrays]
+        if self._mirror is not None:
+            rows, columns, words = self._store.table.take_changes()
+            if int(columns.max(initial=0)) >= width:
+                raise IntegrityError(
+                    f"a row of the block table has more than the {width} blocks of max_tokens"
+                )
+            parts += [rows * width + columns, words]
+        if install is not None:
+            parts += [install.rows * width + install.columns, install.destinations]
+        moved = upload(parts, self._device)
+        if install is not None:
+            *moved, cells, written = moved
+            # Only what is read at tagged words counts; the rest is from earlier steps.
+            if self._targets is None or self._targets.shape != table.shape:
+                self._targets = torch.zeros_like(table)
+            self._targets.view(-1).index_copy_(0, cells, written)
+        if self._mirror is not None:
+            *moved, cells, written = moved
+            if len(cells):
+                self._mirror.view(-1).index_copy_(0, cells, written)
+        return moved, None if install is None else self._targets
 
 
 class _SamplingColumns:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kvstore.loading import ColdLoad
-from ..kvstore.store import NamedPrompt, Opened, TieredStore
+from ..kvstore.store import Install, NamedPrompt, Opened, TieredStore
 from ..tiers.errors import CapacityError, RequestError
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 
@@ -61,12 +61,14 @@ class Step:
         lengths: int64 [n], tokens of each whose KV is there: the position of the token that runs.
         tokens: int32 [n], these tokens.
         chunks: the prompts' parts.
+        install: what the step copies to the device tier as it reads it, or None.
     """
 
     rows: Rows
     lengths: Rows
     tokens: npt.NDArray[np.int32]
     chunks: tuple[Chunk, ...]
+    install: Install | None = None
 
     @property
     def sampled_rows(self) -> Rows:
@@ -115,6 +117,8 @@ class Scheduler:
         self._computing: dict[bytes, int] = {}
         """Prefix hashes of blocks that prefilling sequences are about to compute, and whose they are."""
         self._decoding: Rows = np.empty(0, dtype=np.int64)
+        self._came_far: set[int] = set()
+        """Rows that were attached to far blocks, and have not been in a step since."""
         self._room_came = True
         """Whether trying to admit or to wake may have another outcome than last time."""
         self._given_up: list[Sequence] = []
@@ -227,7 +231,8 @@ class Scheduler:
         if not len(rows) and not chunks:
             return None
         lengths = self.store.lengths[rows]
-        return Step(rows, lengths, self.tokens[rows, lengths], chunks)
+        install = self._bring_near(rows, chunks) if self._came_far else None
+        return Step(rows, lengths, self.tokens[rows, lengths], chunks, install)
 
     def take_given_up(self) -> list[Sequence]:
         """The sequences that `schedule` has ended since the last call, with `FinishReason.CAPACITY`."""
@@ -243,6 +248,8 @@ class Scheduler:
         Returns:
             the sequences that finished.
         """
+        if step.install is not None:
+            self.store.finish_install()
         if len(step.rows):
             self.store.append(step.rows, step.tokens)
         for chunk in step.chunks:
@@ -280,6 +287,8 @@ class Scheduler:
     def _enter(self, sequence: Sequence, row: int, length: int) -> None:
         """A sequence was given a row; the KV of its first `length` tokens is there."""
         count = len(sequence.tokens)
+        if self.store.far_blocks(row):
+            self._came_far.add(row)
         sequence.row = row
         sequence.end_load()
         self._sequences[row] = sequence
@@ -321,6 +330,7 @@ class Scheduler:
             self.store.close_row(row)
         sequence.row = None
         self._sequences[row] = None
+        self._came_far.discard(row)
         self._room_came = True
 
     def _end_prefill(self, sequence: Sequence) -> None:
@@ -399,6 +409,7 @@ class Scheduler:
         row, host = alone.row, self.store.host
         if row is None or host is None:
             return False
+        self._came_far.discard(row)  # what goes below now would only be in the way again
         count = self._spill_blocks()
         until = time.monotonic() + _ROOM_SECONDS
         while not self.store.spill(row, count):
@@ -440,7 +451,6 @@ class Scheduler:
             self._asleep.popleft()
             sequence.sleeping = None
             self._enter(sequence, opened.row, opened.length)
-            self._bring_near(opened.row)
 
     def _admit(self) -> None:
         """Give waiting sequences a row, in the order of arrival, while there is room for their prompts."""
@@ -459,7 +469,6 @@ class Scheduler:
             sequence.scheduled_at = time.monotonic()
             self._waiting.remove(sequence)
             self._enter(sequence, opened.row, opened.length)
-            self._bring_near(opened.row)
 
     def _runs_short(self, sequence: Sequence, opened: Opened) -> bool:
         """Whether a sequence that was given a row would soon take room from those that run."""
@@ -509,14 +518,19 @@ class Scheduler:
         sequence.load = load
         sequence.load_until = time.monotonic() + self.load_seconds
 
-    def _bring_near(self, row: int) -> None:
-        """Promote a row's far blocks as far as that takes nothing from anyone."""
-        if self.store.far_blocks(row):
-            sequence = self.sequence_at(row)
-            own = self.store.blocks_wanted(
-                np.array([row], dtype=np.int64), len(sequence.tokens) - int(self.store.lengths[row]) + 1
-            )
-            self.store.promote(row, self.store.available_blocks - own - self._headroom())
+    def _bring_near(self, rows: Rows, chunks: tuple[Chunk, ...]) -> Install | None:
+        """Have the step bring near what it reads far, as far as that takes nothing from anyone.
+
+        Once for each row that came to far blocks: to try again whenever a block is free would take from the
+        others what they are about to want. All of its far blocks cross the bus in this step in any case.
+        """
+        readers = np.concatenate([rows, np.array([chunk.row for chunk in chunks], dtype=np.int64)])
+        came = np.array([row for row in readers.tolist() if row in self._came_far], dtype=np.int64)
+        if not len(came):
+            return None
+        self._came_far.difference_update(came.tolist())
+        own = self.store.blocks_wanted(came, self.counts[came] - self.store.lengths[came] + 1)
+        return self.store.start_install(came, self.store.available_blocks - own - self._headroom(), readers)
 
     def _chunks(self, budget: int) -> tuple[Chunk, ...]:
         """Parts of prompts for this step, oldest sequence first, with room for their KV."""

@@ -1,15 +1,19 @@
-"""Promotions: far blocks are copied to the device tier in the background; rows then read them there."""
+"""Promotions: far blocks are copied to the device tier, and rows then read them there.
+
+Either a mover copies them in the background, or the attention of a step does as it reads them, which takes
+them over the bus once instead of twice: such a block's words are tagged *install* for that step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ..tiers.address import FAR
+from ..tiers.address import FAR, INSTALL
 from ..tiers.mover import Transfer, is_over
 from .device import DeviceTier
 from .far import FarBlocks
@@ -17,16 +21,32 @@ from .handles import Generations
 from .policy import Ids
 from .tables import BlockTable, Words
 
-__all__ = ["Promotions"]
+__all__ = ["Install", "Promotions"]
+
+
+@dataclass(frozen=True, eq=False)
+class Install:
+    """What a step is to copy to the device tier as it reads it.
+
+    Attributes:
+        rows, columns: int64 [n], the cells of the block table whose words are tagged *install*; a block has
+            one in each row of the step that reads it.
+        destinations: int64 [n], the addresses of the device blocks that these go to.
+    """
+
+    rows: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+    destinations: Words
 
 
 @dataclass(frozen=True, eq=False)
 class _Promotion:
-    transfer: Transfer
     blocks: Ids
     slots: Ids
     generations: Generations
     names: Sequence[bytes]
+    transfer: Transfer | None
+    """None: a step copies them."""
 
 
 class Promotions:
@@ -45,15 +65,20 @@ class Promotions:
         self._far = far
         self._table = table
         self._under_way: list[_Promotion] = []
+        self._installing: _Promotion | None = None
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self._all)
+
+    @property
+    def _all(self) -> list[_Promotion]:
+        return self._under_way if self._installing is None else [*self._under_way, self._installing]
 
     def are_moving(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """bool [n]: which slots are being copied already."""
-        if not self._under_way:
+        if not len(self):
             return np.zeros(len(slots), dtype=np.bool_)
-        return np.isin(slots, np.concatenate([promotion.slots for promotion in self._under_way]))
+        return np.isin(slots, np.concatenate([promotion.slots for promotion in self._all]))
 
     def start(self, words: Words, names: Sequence[bytes]) -> None:
         """Start copying full far blocks, none of them moving.
@@ -73,9 +98,54 @@ class Promotions:
         except BaseException:
             self._device.pool.drop(blocks)
             raise
-        generations = self._far.keep(slots)
-        self._under_way.append(_Promotion(transfer, blocks, slots, generations, names))
+        self._under_way.append(self._promotion(blocks, slots, names, transfer))
         self.finish()
+
+    def start_install(self, words: Words, names: Sequence[bytes], readers: npt.NDArray[np.int64]) -> Install:
+        """Have the next step copy full far blocks, none of them moving, as it reads them; one step at a time.
+
+        Their words are tagged until `finish_install` or `abandon_install`.
+
+        Args:
+            words: int64 [n], n > 0, their far words, each once.
+            names: their prefix hashes.
+            readers: int64, the rows of that step; one of them at least reads each block.
+
+        Raises:
+            CapacityError: the device tier has no room.
+        """
+        slots = self._far.slots_at(words)
+        blocks = self._device.allocate(len(words))
+        self._installing = promotion = self._promotion(blocks, slots, names, None)
+        rows, columns, destinations = [], [], []
+        for row, here, at in self._cells(promotion, readers.tolist()):
+            rows.append(np.full(len(here), row, dtype=np.int64))
+            columns.append(here)
+            destinations.append(self._device.arena.addresses(blocks[at]))
+        cells = np.concatenate(rows), np.concatenate(columns)
+        self._table.put(*cells, self._table.words[cells] | INSTALL)
+        return Install(*cells, np.concatenate(destinations))
+
+    def finish_install(self) -> None:
+        """The step is done: every row that holds what it installed reads it in the device tier from now on.
+
+        Every layer's pages are written then, since the whole step ran. Rows may have ended meanwhile.
+        """
+        promotion, self._installing = self._installing, None
+        if promotion is not None:
+            self._end(promotion)
+
+    def abandon_install(self) -> None:
+        """The step did not come to its end: nobody may read what it was to install."""
+        promotion, self._installing = self._installing, None
+        if promotion is None:
+            return
+        for row in self._far.rows:
+            words = self._table.row(row)
+            columns = np.flatnonzero(words & INSTALL)
+            if len(columns):
+                self._table.put(np.full(len(columns), row), columns, words[columns] & ~INSTALL)
+        self._let_go(promotion)
 
     def finish(self) -> None:
         """Rewrite the words of far blocks whose copies have arrived, in every row that holds them.
@@ -83,12 +153,12 @@ class Promotions:
         Raises:
             Exception: what a copy failed with; its rows go on reading far.
         """
-        for promotion in [one for one in self._under_way if is_over(one.transfer)]:
+        for promotion in [one for one in self._under_way if one.transfer and is_over(one.transfer)]:
             self._under_way.remove(promotion)
             self._end(promotion)
 
     def finish_all(self) -> None:
-        """Wait for every copy and end it, also where others failed.
+        """Wait for every copy and end it, also where others failed. An install that is not done is abandoned.
 
         Raises:
             Exception: what a copy failed with.
@@ -97,34 +167,51 @@ class Promotions:
             for promotion in self._under_way:
                 rest.callback(self._end, promotion)
             self._under_way = []
+            self.abandon_install()
 
     def count_held(self, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> None:
         """Add one for each device block and each host slot that a promotion holds."""
-        for promotion in self._under_way:
+        for promotion in self._all:
             blocks[promotion.blocks] += 1
             slots[promotion.slots] += 1
 
+    def _promotion(
+        self, blocks: Ids, slots: Ids, names: Sequence[bytes], transfer: Transfer | None
+    ) -> _Promotion:
+        """A promotion that holds its slots from now on."""
+        return _Promotion(blocks, slots, self._far.keep(slots), names, transfer)
+
+    def _let_go(self, promotion: _Promotion) -> None:
+        self._far.let_go(promotion.slots)
+        self._device.pool.drop(promotion.blocks)
+
     def _end(self, promotion: _Promotion) -> None:
         try:
-            promotion.transfer.wait()
-            self._install(promotion)
+            if promotion.transfer is not None:
+                promotion.transfer.wait()
+            self._rewrite(promotion)
         finally:
-            self._far.let_go(promotion.slots)
-            self._device.pool.drop(promotion.blocks)
+            self._let_go(promotion)
 
-    def _install(self, promotion: _Promotion) -> None:
-        """Have every row that reads these slots read the new blocks instead."""
+    def _cells(
+        self, promotion: _Promotion, rows: Sequence[int]
+    ) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """Of each row that holds slots of a promotion: its number, their columns, their places in it."""
         order = np.argsort(promotion.slots)
         sorted_slots = promotion.slots[order]
-        for row in self._far.rows:
+        for row in rows:
             words = self._table.row(row)
             columns = np.flatnonzero(words & FAR)
             slots = self._far.slots_at(words[columns])
             here = np.isin(slots, sorted_slots)
-            columns, slots = columns[here], slots[here]
-            if len(columns):
-                blocks = promotion.blocks[order[np.searchsorted(sorted_slots, slots)]]
-                self._device.pool.hold(blocks)
-                self._table.put(np.full(len(columns), row), columns, self._device.arena.addresses(blocks))
-                self._far.end(row, slots)
+            if here.any():
+                yield row, columns[here], order[np.searchsorted(sorted_slots, slots[here])]
+
+    def _rewrite(self, promotion: _Promotion) -> None:
+        """Have every row that reads these slots read the new blocks instead."""
+        for row, columns, at in self._cells(promotion, self._far.rows):
+            blocks = promotion.blocks[at]
+            self._device.pool.hold(blocks)
+            self._table.put(np.full(len(columns), row), columns, self._device.arena.addresses(blocks))
+            self._far.end(row, promotion.slots[at])
         self._device.promoted(promotion.blocks, promotion.slots, promotion.generations, promotion.names)

@@ -38,14 +38,14 @@ from .far import FarBlocks
 from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, space_id
 from .host import HostStore
 from .loading import ColdLoad
-from .promotion import Promotions
+from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
 from .session import SessionRecord, SleepingSequence
 from .stats import StoreStats
-from .tables import MOST_ROWS, BlockTable
+from .tables import MOST_ROWS, BlockTable, Words
 from .tails import SharedTails
 
-__all__ = ["NamedPrompt", "Opened", "Sharing", "TieredStore"]
+__all__ = ["Install", "NamedPrompt", "Opened", "Sharing", "TieredStore"]
 
 
 @dataclass(frozen=True)
@@ -419,6 +419,8 @@ class TieredStore:
         if self._far is not None:
             self._far.release_ended()
         if self._promotions:
+            # What a step was to install is only there when the step came to its end.
+            self._promotions.abandon_install()
             self._promotions.finish()
         self._device.poll()
 
@@ -438,16 +440,59 @@ class TieredStore:
             limit = expect_integer("limit", limit, 0)
         if self._far is None or self._promotions is None or not self._far.counts[row]:
             return 0
+        words, names = self._promotable(self._far, self._promotions, row)
+        stop = max(0, min(limit, self.available_blocks, len(words)))
+        if stop:
+            self._promotions.start(words[:stop], names[:stop])
+        return stop
+
+    def start_install(
+        self, rows: npt.NDArray[np.int64], limit: int, readers: npt.NDArray[np.int64]
+    ) -> Install | None:
+        """Have the next step copy far blocks of rows to the device tier as its attention reads them.
+
+        Until `finish_install` their words are tagged *install*. Where the step fails, the next `poll` undoes
+        it, and so does the next call of this.
+
+        Args:
+            rows: int64 [n], rows of that step; the first ones come first.
+            limit: device blocks to spend; cached ones are evicted for it.
+            readers: int64, all rows of that step.
+
+        Returns:
+            what the step's kernels need to know; None where there is nothing to install.
+        """
+        self._check_open()
+        if self._far is None or self._promotions is None:
+            return None
+        self._promotions.abandon_install()
+        limit = min(limit, self.available_blocks)
+        if limit <= 0:
+            return None
+        found: dict[int, bytes] = {}
+        for row in rows[self._far.counts[rows] > 0].tolist():
+            words, names = self._promotable(self._far, self._promotions, row)
+            found.update(zip(words.tolist(), names, strict=True))
+        if not found:
+            return None
+        chosen = np.array(list(found)[:limit], dtype=np.int64)
+        return self._promotions.start_install(chosen, list(found.values())[:limit], readers)
+
+    def finish_install(self) -> None:
+        """The step that `start_install` was for is done: what it copied is read in the device tier now."""
+        self._check_open()
+        if self._promotions is not None:
+            self._promotions.finish_install()
+
+    def _promotable(self, far: FarBlocks, promotions: Promotions, row: int) -> tuple[Words, list[bytes]]:
+        """The words and names of a row's far blocks that are full or its own, and not moving."""
         words = self.table.row(row)
         columns = np.flatnonzero(words & FAR)
         if self._tails.shared[row]:
             columns = columns[columns < self.lengths[row] // self.layout.block_size]
-        columns = columns[~self._promotions.are_moving(self._far.slots_at(words[columns]))]
-        columns = columns[: max(0, min(limit, self.available_blocks))]
-        if len(columns):
-            hashes = self._chains.hashes(row)
-            self._promotions.start(words[columns], [hashes[column] for column in columns.tolist()])
-        return len(columns)
+        columns = columns[~promotions.are_moving(far.slots_at(words[columns]))]
+        hashes = self._chains.hashes(row)
+        return words[columns], [hashes[column] for column in columns.tolist()]
 
     def far_blocks(self, row: int) -> int:
         """How many of a row's blocks lie in host memory."""

@@ -90,6 +90,25 @@ def test_far_blocks_are_read_in_place(case: Case, make_llm: MakeLLM) -> None:
     assert longest.cached.host == 72
 
 
+def test_what_is_read_far_is_installed_by_the_step_that_reads_it(case: Case, make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    assert llm.host is not None
+    assert llm.host.arena.wait_ready(llm.host.arena.num_extents, timeout=30.0)
+    assert answers(llm, case.prompts) == case.truth
+    evict_device(llm)
+    sequences = [llm.submit(prompt, GREEDY) for prompt in case.prompts]
+    llm.step()
+    rows = [one.row for one in sequences]
+    assert None not in rows
+    assert [llm.store.far_blocks(row) for row in rows if row is not None] == [0] * len(rows)
+    # Two prompts more begin with the four blocks that the seventh begins with.
+    known = sum((len(prompt) - 1) // SIZE for prompt in case.prompts)
+    assert llm.store.stats.promoted == known - 2 * 4
+    check(llm)
+    assert [one.token_ids for one in finish(llm, sequences)] == case.truth
+    check_nothing_is_held(llm)
+
+
 def test_a_fork_goes_on_as_its_parent_does(case: Case, make_llm: MakeLLM) -> None:
     llm = make_llm(max_sequences=40)
     sequences = [llm.submit(prompt, GREEDY) for prompt in case.prompts]

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
 from kvpager.engine import scheduler
 from kvpager.engine.llm import LLM
 from kvpager.engine.sequence import FinishReason, Sequence, SequenceState
@@ -22,6 +23,7 @@ from kvpager.tests.engine_cases import (
     answers,
     check,
     check_nothing_is_held,
+    evict_device,
     finish,
     maker,
     run_until,
@@ -116,6 +118,59 @@ def test_a_stream_that_no_tier_has_room_for_gives_its_text_and_raises(
     assert pieces
     assert whole.text.startswith("".join(pieces))
     assert len(llm.scheduler) == 0
+
+
+# Steps that fail
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_step_that_fails_installs_nothing_and_the_next_one_goes_on(
+    llama: Case, make_llama: MakeLLM, layer: int
+) -> None:
+    llm = make_llama()
+    prompt, truth = llama.prompts[5], llama.truth[5]
+    llm.generate([prompt], GREEDY)
+    evict_device(llm)
+    sequence = llm.submit(prompt, GREEDY)
+
+    def fail(module: torch.nn.Module, inputs: object) -> None:
+        raise RuntimeError("a kernel failed")
+
+    end = llama.loaded.model.layers[layer].register_forward_pre_hook(fail)
+    try:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="a kernel failed"):
+                llm.step()
+            check(llm)
+    finally:
+        end.remove()
+    assert llm.store.stats.promoted == 0
+    assert sequence.row is not None
+    assert llm.store.far_blocks(sequence.row) > 0 or llama.device != "cpu"
+    assert finish(llm, [sequence])[0].token_ids == truth
+    check_nothing_is_held(llm)
+
+
+def test_a_sequence_that_is_aborted_after_its_step_failed_leaves_nothing_behind(
+    llama: Case, make_llama: MakeLLM
+) -> None:
+    llm = make_llama()
+    llm.generate(llama.prompts, GREEDY)
+    evict_device(llm)
+
+    def fail(module: torch.nn.Module, inputs: object) -> None:
+        raise RuntimeError("a kernel failed")
+
+    end = llama.loaded.model.layers[1].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="a kernel failed"):
+            llm.generate(llama.prompts, GREEDY)
+    finally:
+        end.remove()
+    check(llm)
+    assert llm.store.stats.promoted == 0
+    assert answers(llm, llama.prompts) == llama.truth
+    check_nothing_is_held(llm)
 
 
 # Engines that are driven by two, or closed

@@ -221,6 +221,34 @@ def test_a_session_wakes_into_padded_steps(half: Case, judge: Judge, make_half: 
     assert all(answer.cached.host > 0 for answer in second)
 
 
+def test_who_wakes_far_is_installed_by_the_step_that_reads_it(
+    half: Case, judge: Judge, make_half: MakeLLM
+) -> None:
+    llm = make_half()
+    pair = [llm.submit(half.prompts[at], GREEDY) for at in (4, 5)]
+    for sequence in pair:
+        run_until(llm, sequence, SequenceState.DECODING)
+    promoted = 0
+    for _ in range(3):
+        assert llm.scheduler._make_room()
+        assert pair[1].state is SequenceState.ASLEEP
+        evict_device(llm)
+        assert pair[1].sleeping is not None
+        promoted += len(pair[1].sleeping.hashes)
+        llm.step()
+        assert pair[1].row is not None
+        assert llm.store.far_blocks(pair[1].row) == 0
+        assert llm.store.stats.promoted == promoted > 0
+        check(llm)
+        llm.step()
+    padded = llm._runner._padded
+    assert padded is not None
+    assert (padded._sizes[2, True].graph is None) == (half.device == "cpu")
+    for at, answer in zip((4, 5), finish(llm, pair), strict=True):
+        judge.check(half.prompts[at], answer.token_ids)
+    check_nothing_is_held(llm)
+
+
 def test_a_closed_engine_gives_its_graphs_back(half: Case, make_half: MakeLLM) -> None:
     llm = make_half()
     answers(llm, half.prompts[:2])

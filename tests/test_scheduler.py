@@ -20,7 +20,7 @@ from kvpager.engine.scheduler import Scheduler, Step
 from kvpager.engine.sequence import FinishReason, Sequence, SequenceState
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.store import TieredStore
-from kvpager.tiers.address import FAR, TAG_MASK
+from kvpager.tiers.address import FAR, INSTALL, TAG_MASK
 from kvpager.tiers.cold import ColdTier
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.errors import CapacityError, RequestError
@@ -71,6 +71,7 @@ class World:
         self.slept: list[tuple[npt.NDArray[np.int32], int]] = []
         self.steps = 0
         self.read = 0
+        self.installed = 0
         self._digests: dict[int, list[int]] = {}
 
     def close(self) -> None:
@@ -145,6 +146,7 @@ class World:
         for row, start, count in self._parts(step):
             self._read(row, start)
             self._write(row, start, count)
+        self._install(step)
         sampled = self.random.integers(0, 50, len(step.sampled_rows)).astype(np.int32)
         for sequence in self.scheduler.postprocess(step, sampled):
             self._gone(sequence)
@@ -179,6 +181,30 @@ class World:
             assert chunk.sequence.row == chunk.row
             assert chunk.sequence.state is SequenceState.PREFILLING
             assert chunk.last == (chunk.start + chunk.count == self.scheduler.counts[chunk.row])
+
+    def _install(self, step: Step) -> None:
+        """Copy what the step installs, as its attention would."""
+        tagged = {
+            (row, column)
+            for row in self.store.table.rows_in_use.tolist()
+            for column in np.flatnonzero(self.store.table.row(row) & INSTALL).tolist()
+        }
+        if step.install is None:
+            assert not tagged
+            return
+        rows, columns, destinations = step.install.rows, step.install.columns, step.install.destinations
+        assert tagged == set(zip(rows.tolist(), columns.tolist(), strict=True))
+        assert set(rows.tolist()) <= {row for row, _, _ in self._parts(step)}
+        words = self.store.table.words[rows, columns]
+        # One destination for each block, whoever reads it.
+        assert len(set(zip(words.tolist(), destinations.tolist(), strict=True))) == len(set(words.tolist()))
+        assert len(set(destinations.tolist())) == len(set(words.tolist()))
+        read = [self.store.table.row(row) for row in self.store.table.rows_in_use.tolist()]
+        assert not np.isin(destinations, np.concatenate(read)).any(), "a destination is read already"
+        for word, to in zip(words.tolist(), destinations.tolist(), strict=True):
+            assert word & FAR
+            ctypes.memmove(to, word & ~TAG_MASK, LAYOUT.block_bytes)
+            self.installed += 1
 
     def check(self) -> None:
         """What holds between steps."""
@@ -327,6 +353,7 @@ def test_a_soak_reads_what_was_written_and_everybody_finishes(name: str, make_wo
     world = make_world(SOAKS[name], seed=1)
     soak(world, 250)
     check_soak(world)
+    assert (world.installed > 0) == (world.tiers.host > 0)
 
 
 @pytest.mark.full

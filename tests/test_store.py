@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from kvpager.kvstore.hashing import hash_blocks, hash_partial
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.session import SessionRecord
 from kvpager.kvstore.space import HostSpace
-from kvpager.kvstore.store import Opened, TieredStore
+from kvpager.kvstore.store import Install, Opened, TieredStore
 from kvpager.tests.troubled_disk import TroubledDisk
-from kvpager.tiers.address import FAR, TAG_MASK
+from kvpager.tiers.address import FAR, INSTALL, TAG_MASK
 from kvpager.tiers.arena import AddressArray
 from kvpager.tiers.cold import ColdStatus, ColdTier
 from kvpager.tiers.cold_disk import DiskColdTier
@@ -339,6 +339,133 @@ def test_a_sequence_wakes_far_when_its_vram_was_taken_and_is_promoted_later() ->
         one.compute(opened.row, array(7))
         assert one.read(opened.row) == [*PROMPT.tolist(), 7]
         assert one.far(opened.row) == [False] * 4
+
+
+@contextmanager
+def woken_far() -> Iterator[tuple[Engine, int]]:
+    """An engine and the row of a sequence of three full blocks and a partly filled one, all far."""
+    with engine() as one:
+        sleeping = one.store.sleep(one.run(PROMPT).row)
+        one.store.evict(16)
+        row = one.store.wake(sleeping).row
+        assert one.far(row) == [True] * 4
+        yield one, row
+
+
+def read_and_install(one: Engine, install: Install) -> None:
+    """Do as the attention of a step does."""
+    words = one.store.table.words[install.rows, install.columns]
+    for word, to in zip(words.tolist(), install.destinations.tolist(), strict=True):
+        assert word & FAR
+        assert word & INSTALL
+        ctypes.memmove(to, word & ~TAG_MASK, LAYOUT.block_bytes)
+
+
+def test_a_step_installs_what_it_reads_and_rows_read_it_there_when_the_step_is_done() -> None:
+    with woken_far() as (one, row):
+        install = one.store.start_install(np.array([row]), 8, np.array([row]))
+        assert install is not None
+        assert install.rows.tolist() == [row] * 3
+        assert install.columns.tolist() == [0, 1, 2]
+        assert len(set(install.destinations.tolist())) == 3
+        one.check()
+        assert one.store.available_blocks == 16 - 3
+        assert one.store.promote(row, 8) == 0
+        assert one.read(row) == PROMPT.tolist()
+        read_and_install(one, install)
+        one.store.finish_install()
+        one.check()
+        assert one.store.table.row(row)[:3].tolist() == install.destinations.tolist()
+        assert one.far(row) == [False, False, False, True]
+        assert one.store.stats.promoted == 3
+        one.store.poll()
+        one.compute(row, array(7))
+        assert one.read(row) == [*PROMPT.tolist(), 7]
+        assert one.store.start_install(np.array([row]), 8, np.array([row])) is None
+
+
+def test_rows_that_share_far_blocks_have_them_installed_once() -> None:
+    with woken_far() as (one, row):
+        others = [one.store.open(PROMPT).row for _ in range(2)]
+        reading, idle = others
+        install = one.store.start_install(np.array([row]), 2, np.array([row, reading]))
+        assert install is not None
+        assert sorted(zip(install.rows.tolist(), install.columns.tolist(), strict=True)) == [
+            (row, 0), (row, 1), (reading, 0), (reading, 1),
+        ]  # fmt: skip
+        assert len(set(install.destinations.tolist())) == 2
+        one.check()
+        read_and_install(one, install)
+        one.store.finish_install()
+        one.check()
+        # Also the row that was not in the step reads them there.
+        assert one.far(row) == [False, False, True, True]
+        assert one.far(reading) == one.far(idle) == [False, False, True]
+        for other in (row, reading, idle):
+            length = int(one.store.lengths[other])
+            assert one.read(other) == PROMPT[:length].tolist()
+
+
+def test_an_install_of_a_step_that_failed_is_undone() -> None:
+    with woken_far() as (one, row):
+        words = one.store.table.row(row).copy()
+        rows = np.array([row])
+        ways: list[Callable[[], object]] = [one.store.poll, lambda: one.store.start_install(rows, 0, rows)]
+        for undo in ways:
+            assert one.store.start_install(rows, 8, rows) is not None
+            assert (one.store.table.row(row) & INSTALL).astype(bool).tolist() == [True, True, True, False]
+            undo()
+            one.check()
+            assert np.array_equal(one.store.table.row(row), words)
+            assert one.store.available_blocks == 16
+        one.store.finish_install()
+        assert one.read(row) == PROMPT.tolist()
+        assert one.store.stats.promoted == 0
+        # The next step may have another one at once.
+        assert one.store.start_install(rows, 8, rows) is not None
+        install = one.store.start_install(rows, 2, rows)
+        assert install is not None
+        one.check()
+        read_and_install(one, install)
+        one.store.finish_install()
+        assert one.far(row) == [False, False, True, True]
+        assert one.read(row) == PROMPT.tolist()
+
+
+def test_a_sequence_may_end_fork_or_sleep_before_what_it_installs_is_there() -> None:
+    for end in ("close", "sleep", "fork"):
+        with woken_far() as (one, row):
+            install = one.store.start_install(np.array([row]), 8, np.array([row]))
+            assert install is not None
+            read_and_install(one, install)
+            if end == "fork":
+                twin = one.store.fork(row)
+                one.check()
+                one.store.finish_install()
+                assert one.far(twin) == one.far(row) == [False, False, False, True]
+                assert one.read(twin) == PROMPT.tolist()
+            else:
+                sleeping = one.store.sleep(row) if end == "sleep" else None
+                if end == "close":
+                    one.store.close_row(row)
+                one.check()
+                one.store.finish_install()
+                one.check()
+                assert one.store.open(PROMPT).device == 12
+                if sleeping is not None:
+                    assert one.read(one.store.wake(sleeping).row) == PROMPT.tolist()
+
+
+def test_there_is_nothing_to_install_without_room_far_blocks_or_host_memory() -> None:
+    with woken_far() as (one, row):
+        near = one.run(array(1, 2, 3, 4, 5, 6)).row
+        assert one.store.start_install(np.array([row]), 0, np.array([row])) is None
+        assert one.store.start_install(np.array([row]), -3, np.array([row])) is None
+        assert one.store.start_install(np.array([near]), 5, np.array([near, row])) is None
+    with engine(extents=0) as one:
+        row = one.run(PROMPT).row
+        assert one.store.start_install(np.array([row]), 5, np.array([row])) is None
+        one.store.finish_install()
 
 
 def test_a_promotion_whose_row_is_gone_is_kept_for_the_next() -> None:
