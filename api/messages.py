@@ -45,6 +45,7 @@ __all__ = [
     "Pin",
     "Put",
     "PutNote",
+    "Reassert",
     "Release",
     "Reserve",
     "Reserved",
@@ -181,6 +182,8 @@ class Hello(Message):
         pid: its process, 0 for one on another machine.
         token: what lets a client in over TCP; empty on a local socket.
         name: what an operator calls it.
+        client: 16 bytes that name this client of the group, the same when it connects again: whose leases
+            and reservations `Reassert` is about.
     """
 
     magic: str
@@ -190,6 +193,7 @@ class Hello(Message):
     pid: int
     token: str
     name: str
+    client: bytes = bytes(16)
 
 
 @_message(2)
@@ -512,6 +516,25 @@ class Flush(Message):
     """
 
     deadline: float
+
+
+@_message(36)
+@dataclass(frozen=True)
+class Reassert(Message):
+    """What this client holds in a space: sent after it connected again, before anything else about the space.
+
+    The sidecar makes its books of this client agree: what they have beyond this is released or aborted (the
+    replies were lost), what they lack is taken where the generation is right. Saying it twice changes
+    nothing. Answered by `Marks`, false where a slot was granted again since, or is no reservation any more.
+
+    Args:
+        counts: leases of each slot that the client holds; 0 for a reservation that is not committed.
+    """
+
+    space: int
+    slots: Ids
+    generations: Generations
+    counts: Ids
 
 
 def fields_of(message: Message) -> list[Any]:
