@@ -147,9 +147,11 @@ class PaddedDecode:
         key = size, install is not None
         known = self._sizes.get(key)
         if known is None:
-            known = self._sizes[key] = _Size(torch.empty_like(packed))
-            known.inputs.copy_(packed)
-            return self._forward(known.inputs, table, install)
+            # Not known before it ran once: a capture wants that all it needs is there.
+            inputs = packed.clone()
+            logits = self._forward(inputs, table, install)
+            self._sizes[key] = _Size(inputs)
+            return logits
         known.inputs.copy_(packed)
         if self._capturing and known.graph is None:
             known.graph = self._capture(known.inputs, table, install)
@@ -194,16 +196,22 @@ class PaddedDecode:
         # What is freed by the collector meanwhile may be more than a capture allows.
         gc.collect()
         graph = torch.cuda.CUDAGraph()
+        # A capture that failed is not tried again at every step: the error is told, and steps run without.
+        self._capturing = False
         try:
-            # Other threads copy blocks and page-lock memory meanwhile, as they may in this mode.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            with (
+                # Back to this stream also where the capture itself does not come to its end.
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                # Other threads copy blocks and page-lock memory meanwhile, as they may in this mode.
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
             ):
                 self._forward(inputs, table, install)
         except torch.OutOfMemoryError as error:
             _log.warning("no more CUDA graphs are captured, there is no memory for them: %s", error)
-            self._capturing = False
             return None
+        self._capturing = True
         _log.info(
             "captured it in %.1f s; graphs of %s sequences are ready",
             time.perf_counter() - started,
