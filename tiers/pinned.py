@@ -13,14 +13,12 @@ memfd_create(2), fallocate(2), madvise(2).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import io
 import logging
 import mmap
 import os
 import threading
-import weakref
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
@@ -36,6 +34,7 @@ from .errors import (
     KVPagerError,
     MemoryUnavailableError,
 )
+from .mapping import SharedMapping
 from .memory import format_bytes, memory_headroom
 from .settings import MOST_BYTES, expect_flag, expect_integer, expect_path, expect_seconds, expect_text
 
@@ -44,16 +43,12 @@ __all__ = ["LARGEST_EXTENT", "PinnedArena", "PinnedStats", "capacity_for"]
 _log = logging.getLogger(__name__)
 
 _PAGE: Final = mmap.PAGESIZE
-_HUGE_PAGE: Final = 2 << 20
 _SMALLEST_EXTENT: Final = 4 << 20
 LARGEST_EXTENT: Final = 256 << 20
 """Bytes of the largest extent that an arena makes by itself."""
 _USUAL_EXTENTS: Final = 16
 _SHORTAGE_PAUSE: Final = 2.0
 """Seconds between looks for memory while there is too little for the next extent."""
-_MADV_POPULATE_WRITE: Final = 23
-_MAP_FIXED: Final = 0x10
-_MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 _ABSENT: Final = 0
 _READY: Final = 1
@@ -117,7 +112,7 @@ class PinnedArena:
         self._file = _open_file(None if name is None else expect_path("name", name), self.capacity_bytes)
         self._adopted = os.fstat(self._file.fileno()).st_blocks * 512 >= self.capacity_bytes
         try:
-            self._mapping = _Mapping(self._file.fileno(), self.capacity_bytes)
+            self._mapping = SharedMapping(self._file.fileno(), self.capacity_bytes)
         except BaseException:
             self._file.close()
             raise
@@ -437,60 +432,6 @@ class PinnedArena:
         return True
 
 
-class _Mapping:
-    """A shared mapping at a multiple of 2 MiB, which lasts until the last view of it is gone."""
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_long,
-        )
-        libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        # Address space for one huge page more, then the file over its aligned part.
-        spare = nbytes + _HUGE_PAGE
-        reserved = libc.mmap(None, spare, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-        if reserved == _MAP_FAILED:
-            raise _no_address_space(nbytes)
-        base = -(-reserved // _HUGE_PAGE) * _HUGE_PAGE
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        if libc.mmap(base, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
-            error = _no_address_space(nbytes)
-            libc.munmap(reserved, spare)
-            raise error
-        end = -(-(base + nbytes) // _PAGE) * _PAGE
-        if base > reserved:
-            libc.munmap(reserved, base - reserved)
-        libc.munmap(end, reserved + spare - end)
-        # Fewer page faults and TLB misses where shared memory may have huge pages; where not, this says no.
-        libc.madvise(base, nbytes, mmap.MADV_HUGEPAGE)
-        self._libc = libc
-        self.base = base
-        array = (ctypes.c_ubyte * nbytes).from_address(base)
-        weakref.finalize(array, libc.munmap, base, nbytes).atexit = False
-        self._array: ctypes.Array[ctypes.c_ubyte] | None = array
-
-    def bytes(self) -> memoryview:
-        """All of it, writable. Slices keep the mapping."""
-        if self._array is None:
-            raise ClosedError("the mapping was released")
-        return memoryview(self._array).cast("B")
-
-    def release(self) -> None:
-        """Unmap it as soon as no view is left."""
-        self._array = None
-
-    def populate(self, offset: int, nbytes: int) -> None:
-        """Fault the pages in, so that no request does. Linux before 5.14 cannot, and says no."""
-        self._libc.madvise(self.base + offset, nbytes, _MADV_POPULATE_WRITE)
-
-
 class _PageLocker:
     """Registers host memory with the driver, on the thread that made it."""
 
@@ -613,10 +554,3 @@ def _file_room(fd: int) -> int | None:
     """Bytes free in the file system of a named arena; None where it has no bound of its own (memfd)."""
     status = os.fstatvfs(fd)
     return status.f_bavail * status.f_frsize if status.f_blocks else None
-
-
-def _no_address_space(nbytes: int) -> MemoryUnavailableError:
-    return MemoryUnavailableError(
-        f"host_bytes: an arena of {format_bytes(nbytes)} was asked for, but it cannot be mapped "
-        f"({os.strerror(ctypes.get_errno())}; see ulimit -v)"
-    )
