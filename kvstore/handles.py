@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,15 @@ from ..tiers.errors import ClosedError, ConfigError
 from ..tiers.settings import expect_array, expect_integer, shown
 from .policy import Ids
 
-__all__ = ["Generations", "Lease", "Reservation", "ReserveStatus", "SlotOwner", "first_generations"]
+__all__ = [
+    "BlockViews",
+    "Generations",
+    "Lease",
+    "Reservation",
+    "ReserveStatus",
+    "SlotOwner",
+    "first_generations",
+]
 
 Generations: TypeAlias = npt.NDArray[np.int64]
 """int64 [n]: how often each of n slots had been granted when it was."""
@@ -36,6 +44,10 @@ def first_generations(capacity: int) -> Generations:
 
 class SlotOwner(Protocol):
     """The space that granted a handle, as far as the handle needs it."""
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of one slot, writable."""
+        ...
 
     def release(self, slots: Ids, generations: Generations) -> None:
         """End leases."""
@@ -68,6 +80,36 @@ _INT64: Final = np.dtype(np.int64)
 _NEW: Final = int(ReserveStatus.NEW)
 
 
+class BlockViews(Sequence[npt.NDArray[np.uint8]]):
+    """The bytes of slots where they lie: uint8 [block_bytes] each, not copied, made when it is asked for.
+
+    Args:
+        space: whose slots they are.
+        slots: int32 [n].
+        writable: False for what is leased.
+    """
+
+    def __init__(self, space: SlotOwner, slots: Ids, *, writable: bool) -> None:
+        self._space = space
+        self._slots = slots
+        self._writable = writable
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @overload
+    def __getitem__(self, at: int) -> npt.NDArray[np.uint8]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> BlockViews: ...
+
+    def __getitem__(self, at: int | slice) -> npt.NDArray[np.uint8] | BlockViews:
+        if isinstance(at, slice):
+            return BlockViews(self._space, self._slots[at], writable=self._writable)
+        view = self._space.view(int(self._slots[at]))
+        return np.frombuffer(view if self._writable else view.toreadonly(), dtype=np.uint8)
+
+
 class Lease:
     """A promise that blocks stay where they are, until `release`. A context manager.
 
@@ -87,6 +129,17 @@ class Lease:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    @property
+    def blocks(self) -> BlockViews:
+        """The blocks where they lie, to be read until `release`: ``lease.blocks[i]`` is uint8 [block_bytes].
+
+        Raises:
+            ClosedError: the lease was released.
+        """
+        if not self._held:
+            raise ClosedError("the lease was released")
+        return BlockViews(self.space, self.slots, writable=False)
 
     def release(self) -> None:
         """End the lease. Idempotent; where the store was closed it has ended already."""
@@ -146,6 +199,11 @@ class Reservation:
     def new(self) -> npt.NDArray[np.int64]:
         """int64 [m]: positions of the hashes that were granted a slot."""
         return np.flatnonzero(self.status == _NEW)
+
+    @property
+    def blocks(self) -> BlockViews:
+        """Where to write the `new` blocks until `commit`, in their order: uint8 [block_bytes] each."""
+        return BlockViews(self.space, self.slots[self.new], writable=True)
 
     def commit(self, positions: npt.NDArray[np.int64] | None = None, *, in_cold: bool = False) -> None:
         """The bytes of these positions (default: all that are still open) are written: publish them.

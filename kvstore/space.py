@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.cold import ColdStatus, ColdTier
-from ..tiers.errors import ConfigError, LayoutError, StaleHandleError
+from ..tiers.errors import ConfigError, StaleHandleError
 from ..tiers.layout import KVLayout
 from ..tiers.settings import (
     expect_array,
@@ -23,7 +23,6 @@ from ..tiers.settings import (
     expect_bytes,
     expect_integer,
     expect_seconds,
-    shown,
 )
 from .events import EventKind
 from .handles import Generations, Lease, Reservation, ReserveStatus
@@ -32,6 +31,7 @@ from .loading import ColdLoad
 from .policy import EvictionPolicy, Ids
 from .room import SpaceRoom
 from .shared import HostShared
+from .slot_space import SlotSpace
 from .slots import SlotRecords
 
 __all__ = ["HostSpace"]
@@ -41,7 +41,6 @@ _INT64: Final = np.dtype(np.int64)
 # Plain numbers: a member looked up on its class costs as much as comparing an array to it.
 _NEW: Final = int(ReserveStatus.NEW)
 _PRESENT: Final = int(ReserveStatus.PRESENT)
-_DENIED: Final = int(ReserveStatus.DENIED)
 
 # What one background write or load carries: enough to keep several connections busy, little enough that
 # a batch is through in tens of milliseconds.
@@ -49,14 +48,11 @@ _COLD_BATCH_BYTES: Final = 32 << 20
 _ROOM_POLL_SECONDS: Final = 0.02
 
 
-class HostSpace:
+class HostSpace(SlotSpace):
     """One layout and shard in a `HostStore`. Open it with `HostStore.space`; call it from any thread.
 
     Calls raise `ClosedError` once the store is closed; its leases ended then. Arguments of a wrong type or
     out of range raise `ConfigError`; of arrays the type is looked at, not every value.
-
-    Slots are numbered by extent: slot ``s`` is the ``s % slots_per_extent``-th place of extent
-    ``s // slots_per_extent``. Across processes slots travel as these numbers, never as addresses.
 
     Args:
         shared: what it shares with the other spaces.
@@ -69,10 +65,9 @@ class HostSpace:
     def __init__(
         self, shared: HostShared, layout: KVLayout, shard: str, name: bytes, policy: EvictionPolicy
     ) -> None:
-        self.layout = layout
+        super().__init__(layout, shared.arena.extent_bytes, shared.arena.num_extents)
         self.shard = shard
         self.id = name
-        self.slots_per_extent = shared.arena.extent_bytes // layout.block_bytes
         self._shared = shared
         self._records = SlotRecords(self.slots_per_extent, shared.arena.num_extents, policy)
         self._room = SpaceRoom(shared, self._records, name)
@@ -84,11 +79,6 @@ class HostSpace:
     def closed(self) -> bool:
         """Whether the store is closed."""
         return self._shared.closed
-
-    @property
-    def capacity(self) -> int:
-        """Slots that this space would have if every extent were its own."""
-        return self._records.capacity
 
     @property
     def extents(self) -> AbstractSet[int]:
@@ -115,28 +105,6 @@ class HostSpace:
         """What to add to `addresses` on a GPU, bytes; known once a slot is `readable_in_place`."""
         return self._shared.arena.device_delta
 
-    def addresses(self, slots: Ids) -> npt.NDArray[np.int64]:
-        """Addresses of slots in this process, int64 [n]. On a GPU, add `device_delta`."""
-        self._shared.check_open()
-        slots = expect_array("slots", slots, _INT32).astype(np.int64)
-        extent = slots // self.slots_per_extent
-        place = slots - extent * self.slots_per_extent
-        arena = self._shared.arena
-        found: npt.NDArray[np.int64] = (
-            arena.base + extent * arena.extent_bytes + place * self.layout.block_bytes
-        )
-        return found
-
-    def slots_at(self, addresses: npt.NDArray[np.int64]) -> Ids:
-        """The inverse of `addresses`; tags in the low seven bits are ignored."""
-        self._shared.check_open()
-        arena = self._shared.arena
-        offsets = expect_array("addresses", addresses, _INT64) - arena.base
-        extent = offsets // arena.extent_bytes
-        place = offsets - extent * arena.extent_bytes
-        slots: Ids = (extent * self.slots_per_extent + place // self.layout.block_bytes).astype(np.int32)
-        return slots
-
     def readable_in_place(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """Whether attention may read these slots where they lie: page-locked, or no GPU is in play."""
         self._shared.check_open()
@@ -144,20 +112,6 @@ class HostSpace:
         if self._shared.device is None:
             return np.ones(len(slots), dtype=np.bool_)
         return self._shared.arena.is_page_locked(slots // self.slots_per_extent)
-
-    def view(self, slot: int) -> memoryview:
-        """The bytes of one slot, writable. Write only what is reserved; read only what is leased.
-
-        Raises:
-            ConfigError: there is no such slot.
-        """
-        self._shared.check_open()
-        slot = expect_integer("slot", slot, 0, self.capacity - 1)
-        extent, place = divmod(slot, self.slots_per_extent)
-        arena = self._shared.arena
-        return arena.view(
-            extent * arena.extent_bytes + place * self.layout.block_bytes, self.layout.block_bytes
-        )
 
     # Finding blocks
 
@@ -318,64 +272,13 @@ class HostSpace:
             if not good.all():
                 self._refuse("abort", slots[~good])
 
-    def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
-        """Copy blocks in.
+    def _base(self) -> int:
+        self._shared.check_open()
+        base: int = self._shared.arena.base
+        return base
 
-        Args:
-            blocks: uint8 [len(hashes), block_bytes], each row contiguous.
-            wait: seconds to wait for room.
-
-        Returns:
-            how many of the hashes are resident afterwards, or were being written by somebody else.
-
-        Raises:
-            LayoutError: `blocks` has another shape.
-        """
-        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        wait = expect_seconds("wait", wait)
-        self._check_blocks("blocks", blocks, len(hashes))
-        with self.reserve_named(hashes, wait=wait) as reservation:
-            new = reservation.new
-            if len(new):
-                source = blocks.ctypes.data + new * blocks.strides[0]
-                self._copy(source, self.addresses(reservation.slots[new]))
-            reservation.commit()
-            return int(np.count_nonzero(reservation.status != _DENIED))
-
-    def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
-        """Copy the leading resident blocks out.
-
-        Args:
-            out: uint8 [at least len(hashes), block_bytes], each row contiguous, none over another.
-
-        Returns:
-            how many blocks were copied.
-
-        Raises:
-            LayoutError: `out` has another shape, or cannot be written.
-        """
-        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        self._check_blocks("out", out, len(hashes))
-        if not out.flags.writeable or (len(out) > 1 and abs(out.strides[0]) < self.layout.block_bytes):
-            raise LayoutError("out must be writable, and its rows must not lie over each other")
-        with self.match(hashes) as lease:
-            if len(lease):
-                target = out.ctypes.data + np.arange(len(lease)) * out.strides[0]
-                self._copy(self.addresses(lease.slots), target)
-            return len(lease)
-
-    def _check_blocks(self, what: str, blocks: npt.NDArray[np.uint8], count: int) -> None:
-        size = self.layout.block_bytes
-        if (
-            not isinstance(blocks, np.ndarray)
-            or blocks.dtype != np.uint8
-            or blocks.ndim != 2
-            or blocks.shape[0] < count
-            or blocks.shape[1] != size
-            or blocks.strides[1] != 1
-        ):
-            got = f"{blocks.dtype} {list(blocks.shape)}" if isinstance(blocks, np.ndarray) else shown(blocks)
-            raise LayoutError(f"{what} must be uint8 [{count}, {size}] with contiguous rows, got {got}")
+    def _bytes(self, offset: int, nbytes: int) -> memoryview:
+        return self._shared.arena.view(offset, nbytes)
 
     def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
         self._shared.mover.copy_now(source, target, self.layout.block_bytes)

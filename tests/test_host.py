@@ -844,3 +844,25 @@ def test_a_disk_that_is_a_little_too_small_keeps_the_beginning_of_a_prefix(tmp_p
         assert space.evict(10) == 10
         with space.load(names(0, 10), deadline=5.0) as lease:
             assert len(lease) > 4
+
+
+def test_blocks_are_written_and_read_where_they_lie() -> None:
+    with store(1) as host:
+        space = host.space(SMALL)
+        assert put(space, 0, 1) == 1
+        with space.reserve(names(0, 3)) as reservation:
+            assert len(reservation.blocks) == 2  # the first is there already
+            for number, block in enumerate(reservation.blocks, 1):
+                block[:] = number + 1
+            reservation.commit()
+        assert resident(space, 0, 3) == [0, 1, 2]
+        lease = space.match(names(0, 3))
+        block = lease.blocks[2]
+        assert np.shares_memory(block, np.frombuffer(space.view(int(lease.slots[2])), np.uint8))
+        assert [len(one) for one in (lease.blocks, lease.blocks[1:])] == [3, 2]
+        assert np.array_equal(lease.blocks[1:][1], block)
+        with pytest.raises(ValueError, match="read-only"):
+            block[0] = 0
+        lease.release()
+        with pytest.raises(ClosedError, match="released"):
+            _ = lease.blocks

@@ -1,0 +1,157 @@
+"""SlotSpace: what every space does with its slots alone, wherever their memory comes from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..tiers.errors import LayoutError
+from ..tiers.layout import KVLayout
+from ..tiers.settings import expect_array, expect_byte_strings, expect_integer, expect_seconds, shown
+from .handles import Lease, Reservation, ReserveStatus
+from .hashing import HASH_BYTES
+from .policy import Ids
+
+__all__ = ["SlotSpace"]
+
+_INT32: Final = np.dtype(np.int32)
+_INT64: Final = np.dtype(np.int64)
+_DENIED: Final = int(ReserveStatus.DENIED)
+
+
+class SlotSpace(ABC):
+    """One layout's slots in an arena that this process has mapped.
+
+    Slots are numbered by extent: slot ``s`` is the ``s % slots_per_extent``-th place of extent
+    ``s // slots_per_extent``. Across processes slots travel as these numbers, never as addresses.
+
+    Args:
+        layout: how a block lies in memory.
+        extent_bytes: length of an extent.
+        num_extents: extents of the arena.
+    """
+
+    def __init__(self, layout: KVLayout, extent_bytes: int, num_extents: int) -> None:
+        self.layout = layout
+        self.slots_per_extent = extent_bytes // layout.block_bytes
+        self._extent_bytes = extent_bytes
+        self._num_extents = num_extents
+
+    @property
+    def capacity(self) -> int:
+        """Slots that this space would have if every extent were its own."""
+        return self.slots_per_extent * self._num_extents
+
+    def addresses(self, slots: Ids) -> npt.NDArray[np.int64]:
+        """Addresses of slots in this process, int64 [n]. On a GPU, add `device_delta`."""
+        base = self._base()
+        slots = expect_array("slots", slots, _INT32).astype(np.int64)
+        extent = slots // self.slots_per_extent
+        place = slots - extent * self.slots_per_extent
+        found: npt.NDArray[np.int64] = base + extent * self._extent_bytes + place * self.layout.block_bytes
+        return found
+
+    def slots_at(self, addresses: npt.NDArray[np.int64]) -> Ids:
+        """The inverse of `addresses`; tags in the low seven bits are ignored."""
+        offsets = expect_array("addresses", addresses, _INT64) - self._base()
+        extent = offsets // self._extent_bytes
+        place = offsets - extent * self._extent_bytes
+        slots: Ids = (extent * self.slots_per_extent + place // self.layout.block_bytes).astype(np.int32)
+        return slots
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of one slot, writable. Write only what is reserved; read only what is leased.
+
+        Raises:
+            ConfigError: there is no such slot.
+        """
+        self._base()
+        slot = expect_integer("slot", slot, 0, self.capacity - 1)
+        extent, place = divmod(slot, self.slots_per_extent)
+        offset = extent * self._extent_bytes + place * self.layout.block_bytes
+        return self._bytes(offset, self.layout.block_bytes)
+
+    def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+        """Copy blocks in.
+
+        Args:
+            blocks: uint8 [len(hashes), block_bytes], each row contiguous.
+            wait: seconds to wait for room.
+
+        Returns:
+            how many of the hashes are resident afterwards, or were being written by somebody else.
+
+        Raises:
+            LayoutError: `blocks` has another shape.
+        """
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        wait = expect_seconds("wait", wait)
+        self._check_blocks("blocks", blocks, len(hashes))
+        with self.reserve_named(hashes, wait=wait) as reservation:
+            new = reservation.new
+            if len(new):
+                source = blocks.ctypes.data + new * blocks.strides[0]
+                self._copy(source, self.addresses(reservation.slots[new]))
+            reservation.commit()
+            return int(np.count_nonzero(reservation.status != _DENIED))
+
+    def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
+        """Copy the leading resident blocks out.
+
+        Args:
+            out: uint8 [at least len(hashes), block_bytes], each row contiguous, none over another.
+
+        Returns:
+            how many blocks were copied.
+
+        Raises:
+            LayoutError: `out` has another shape, or cannot be written.
+        """
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        self._check_blocks("out", out, len(hashes))
+        if not out.flags.writeable or (len(out) > 1 and abs(out.strides[0]) < self.layout.block_bytes):
+            raise LayoutError("out must be writable, and its rows must not lie over each other")
+        with self.match(hashes) as lease:
+            if len(lease):
+                target = out.ctypes.data + np.arange(len(lease)) * out.strides[0]
+                self._copy(self.addresses(lease.slots), target)
+            return len(lease)
+
+    # What the kinds of spaces differ in
+
+    @abstractmethod
+    def match(self, hashes: Sequence[bytes] | None = None) -> Lease:
+        """Lease the leading blocks that are resident."""
+
+    @abstractmethod
+    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+        """Slots to write blocks into; the arguments are trusted."""
+
+    @abstractmethod
+    def _base(self) -> int:
+        """Address of the arena in this process. Raises `ClosedError` where it is closed."""
+
+    @abstractmethod
+    def _bytes(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the arena, writable."""
+
+    @abstractmethod
+    def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
+        """Copy blocks between addresses of this process, int64 [n]."""
+
+    def _check_blocks(self, what: str, blocks: npt.NDArray[np.uint8], count: int) -> None:
+        size = self.layout.block_bytes
+        if (
+            not isinstance(blocks, np.ndarray)
+            or blocks.dtype != np.uint8
+            or blocks.ndim != 2
+            or blocks.shape[0] < count
+            or blocks.shape[1] != size
+            or blocks.strides[1] != 1
+        ):
+            got = f"{blocks.dtype} {list(blocks.shape)}" if isinstance(blocks, np.ndarray) else shown(blocks)
+            raise LayoutError(f"{what} must be uint8 [{count}, {size}] with contiguous rows, got {got}")
