@@ -1,8 +1,9 @@
 """Attention of one query per sequence over blocks at raw addresses: the decode step's kernel.
 
-On a GPU of compute capability 9.0 or later a persistent grid pulls tiles of keys and values into
-shared memory with bulk copies (``cp.async.bulk``), from VRAM, mapped host memory or a peer alike, and
-multiplies them on the tensor cores. What makes it fit block tables of raw addresses:
+On a GPU a persistent grid pulls tiles of keys and values into shared memory, from VRAM, mapped host memory
+or a peer alike, and multiplies them on the tensor cores. From compute capability 9.0 on it pulls with bulk
+copies (``cp.async.bulk``), from 8.0 on with 16-byte ones (``cp.async``). What makes it fit block tables of
+raw addresses:
 
 - Work is found on the GPU from `seq_lens` and the table, so a step can be captured in a CUDA graph and
   replayed over other lengths and words. Every team of CTAs gets an equal share of all blocks ("stream-K",
@@ -24,7 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -60,18 +61,41 @@ _BLOCK_SIZES: Final = (16, 32, 64)
 _MOST_SHARED_ROWS: Final = 512
 """Rows of one KV head for which partial results have room in every CTA; more rows are divided among fewer."""
 _LOG2_E: Final = math.log2(math.e)
+_PORTABLE_FROM: Final = (8, 0)
+_BULK_COPIES_FROM: Final = (9, 0)
+"""Compute capabilities that the two kernels need."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How the kernel is compiled: tokens of a tile, stages of the ring, CTAs of a multiprocessor."""
+    """How a kernel is compiled: tokens of a tile, stages of the ring, CTAs of a multiprocessor.
+
+    A portable one is of ``decode_portable.cu``, where every warp copies and attends.
+    """
 
     tile: int
     stages: int
     ctas_per_sm: int
+    portable: bool = False
+
+    @property
+    def source(self) -> str:
+        return "decode_portable.cu" if self.portable else "decode_attention.cu"
+
+    @property
+    def warps(self) -> int:
+        """Warps that attend."""
+        return self.tile // 16 if self.portable else _WARPS
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps if self.portable else self.warps + 1)
 
     def shared_bytes(self, row_bytes: int) -> int:
-        stage = self.tile * 2 * row_bytes + _MMA_ROWS * row_bytes
+        stage = self.tile * 2 * row_bytes
+        if self.portable:
+            return self.stages * (stage + 32 * self.warps) + self.warps * _MMA_ROWS * 8 + 8
+        stage += _MMA_ROWS * row_bytes
         about = 48 + 8 * (self.tile // 16)
         return self.stages * (stage + about + 16) + _WARPS * _MMA_ROWS * 8 + 16
 
@@ -87,6 +111,16 @@ _FORM_OF_FEW: Final = {64: _Form(128, 3, 1), 128: _Form(64, 3, 1)}
 _FEW_SEQUENCES: Final = 16
 """Up to so many sequences another form is faster: fewer bytes under way suit the memory, and two CTAs of a
 multiprocessor pay only where many rows share a prefix (one H200)."""
+PORTABLE_FORMS: Final = {dim: _Form(32 if dim > 128 else 64, 2, 2, portable=True) for dim in _FORMS}
+_CTA_SHARED_BYTES: Final = 1 << 10
+"""Shared memory that the driver takes for itself in every CTA."""
+
+
+def _portable_form(layout: KVLayout, device: torch.device) -> _Form:
+    form = PORTABLE_FORMS[layout.head_dim]
+    taken = form.shared_bytes(layout.row_bytes) + _CTA_SHARED_BYTES
+    room = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return replace(form, ctas_per_sm=min(form.ctas_per_sm, room // taken))
 
 
 def _form(layout: KVLayout, seqs: int) -> _Form:
@@ -130,6 +164,7 @@ class DecodePlan:
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     _memory: torch.Tensor
+    _form: _Form
     _divided: dict[tuple[int, int], _Divided] = field(default_factory=dict)
 
     def _words(self) -> tuple[int, ...]:
@@ -158,7 +193,7 @@ class DecodePlan:
         device = self.seq_lens.device
         layout = self.layout
         seqs = self.seq_lens.shape[0]
-        form = _form(layout, seqs)
+        form = self._form
         ctas = multiprocessors(device) * form.ctas_per_sm
         heads = layout.num_kv_heads
         rows = 2 * (_ROUNDS + 1) * seqs * heads * group + ctas * min(seqs * group, _MOST_SHARED_ROWS)
@@ -191,7 +226,7 @@ class DecodePlan:
                 *self._sharing(),
                 group,
                 heads,
-                _WARPS * _MMA_ROWS,
+                form.warps * _MMA_ROWS,
                 _MMA_ROWS,
                 window,
                 shares,
@@ -225,8 +260,17 @@ def decode_plan(
         KernelError: wrong dtype, shape or device. Lengths and words are looked at only where the reference
             answers; on the GPU they are the caller's to keep right, since nothing waits for them.
     """
-    if not has_kernel(block_table.device, layout):
+    device = block_table.device
+    if not has_kernel(device, layout, _PORTABLE_FROM):
         return reference.decode_plan(block_table, seq_lens, layout)
+    portable = _capability(device) < _BULK_COPIES_FROM
+    return plan_on_gpu(block_table, seq_lens, layout, portable=portable)
+
+
+def plan_on_gpu(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, layout: KVLayout, *, portable: bool
+) -> DecodePlan:
+    """`decode_plan` for the kernel of bulk copies, or for the portable one, which runs on newer GPUs too."""
     seqs, _ = reference.table_shape(block_table)
     device = block_table.device
     reference.expect("seq_lens", seq_lens, torch.int32, (seqs,), device)
@@ -236,7 +280,8 @@ def decode_plan(
         raise KernelError("block_table must have contiguous rows")
     expect_rows_mapped(block_table, seq_lens, layout)
     memory = torch.empty(seqs * (5 * _ROUNDS + 2), dtype=torch.int32, device=device)
-    plan = DecodePlan(layout, block_table, seq_lens, memory)
+    form = _portable_form(layout, device) if portable else _form(layout, seqs)
+    plan = DecodePlan(layout, block_table, seq_lens, memory, form)
     if seqs == 0:
         return plan
     sharing = plan._sharing()
@@ -338,7 +383,7 @@ def decode_attention(
     if seqs == 0:
         return out
     divided = plan._divide(group, window or 0)
-    form = _form(layout, seqs)
+    form = plan._form
     problem = (
         q.data_ptr(),
         q.stride(0),
@@ -369,11 +414,11 @@ def decode_attention(
     stream = torch.cuda.current_stream(device).cuda_stream
     _attention_kernel("decode", _PROBLEM, layout, form, device).launch(
         max(1, multiprocessors(device) * form.ctas_per_sm // heads) * heads,
-        32 * (_WARPS + 1),
+        form.threads,
         problem,
         stream=stream,
         shared_bytes=form.shared_bytes(layout.row_bytes),
-        dependent=True,
+        dependent=not form.portable,
     )
     divided.settled = True
     _attention_kernel("combine", f"{_PROBLEM} {_CHAIN}", layout, form, device).launch(
@@ -381,7 +426,7 @@ def decode_attention(
         _COMBINE_THREADS,
         (*problem, *chain),
         stream=stream,
-        dependent=True,
+        dependent=not form.portable,
     )
     if install is not None and window is not None:
         columns = min(block_table.shape[1], _MOST_HIDDEN_CTAS)
@@ -394,8 +439,8 @@ def decode_attention(
     return out
 
 
-def has_kernel(device: torch.device, layout: KVLayout) -> bool:
-    """Whether the GPU and the layout are ones that the kernel is for."""
+def has_kernel(device: torch.device, layout: KVLayout, oldest: tuple[int, int] = _BULK_COPIES_FROM) -> bool:
+    """Whether the GPU and the layout are ones that a kernel for compute capability `oldest` on is for."""
     return (
         device.type == "cuda"
         and layout.dtype in _DTYPES
@@ -403,7 +448,7 @@ def has_kernel(device: torch.device, layout: KVLayout) -> bool:
         and layout.format in ("swizzled", "plain")
         and layout.block_size in _BLOCK_SIZES
         and layout.head_dim in _FORMS
-        and _capability(device) >= (9, 0)
+        and _capability(device) >= oldest
     )
 
 
@@ -433,9 +478,10 @@ def _loaded(
         "SWIZZLED": int(swizzled),
         "TILE": form.tile,
         "STAGES": form.stages,
-        "CTAS_PER_SM": form.ctas_per_sm,
     }
-    return load_kernel("decode_attention.cu", name, parameters, device=device, defines=defines)
+    if not form.portable:
+        defines["CTAS_PER_SM"] = form.ctas_per_sm
+    return load_kernel(form.source, name, parameters, device=device, defines=defines)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-// What the kernels of a decode step agree on; made by decode_plan.cu, read by decode_attention.cu.
+// What the kernels of a decode step agree on; made by decode_plan.cu, read by decode_work.cuh.
 #pragma once
 
 constexpr int ROUNDS = 3;  // depths of prefix sharing that are looked for
