@@ -25,9 +25,9 @@ from ..tiers.driver import check, cuda_driver, device_ordinal
 from ..tiers.errors import KernelError
 from ..tiers.layout import SLICE_ALIGNMENT
 from . import reference
+from .arguments import expect
 from .checks import expect_mapped
 from .compiled import Kernel, load_kernel
-from .reference import expect
 
 __all__ = ["BUS_CTAS", "AddressCopier", "CopyForm", "copy_blocks", "copy_counted", "copy_pages"]
 

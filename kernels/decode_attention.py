@@ -33,6 +33,13 @@ import torch
 from ..tiers.errors import KernelError
 from ..tiers.layout import KVLayout
 from . import reference
+from .arguments import (
+    expect_attention,
+    expect_kernel_tensors,
+    expect_planned,
+    expect_positive_scale,
+    expect_rows,
+)
 from .checks import expect_rows_mapped
 from .compiled import Kernel, load_kernel
 from .reference import AttentionPlan
@@ -56,7 +63,7 @@ _COMBINE_CTAS_PER_SM: Final = 8
 _MOST_HIDDEN_CTAS: Final = 16
 _WARPS: Final = 4
 _MMA_ROWS: Final = 16
-_DTYPES: Final = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES: Final = ("float16", "bfloat16")
 _BLOCK_SIZES: Final = (16, 32, 64)
 _MOST_SHARED_ROWS: Final = 512
 """Rows of one KV head for which partial results have room in every CTA; more rows are divided among fewer."""
@@ -271,13 +278,8 @@ def plan_on_gpu(
     block_table: torch.Tensor, seq_lens: torch.Tensor, layout: KVLayout, *, portable: bool
 ) -> DecodePlan:
     """`decode_plan` for the kernel of bulk copies, or for the portable one, which runs on newer GPUs too."""
-    seqs, _ = reference.table_shape(block_table)
+    seqs = expect_rows(block_table, seq_lens)
     device = block_table.device
-    reference.expect("seq_lens", seq_lens, torch.int32, (seqs,), device)
-    if not seq_lens.is_contiguous():
-        raise KernelError("seq_lens must be contiguous")
-    if block_table.stride(1) != 1:
-        raise KernelError("block_table must have contiguous rows")
     expect_rows_mapped(block_table, seq_lens, layout)
     memory = torch.empty(seqs * (5 * _ROUNDS + 2), dtype=torch.int32, device=device)
     form = _portable_form(layout, device) if portable else _form(layout, seqs)
@@ -343,43 +345,22 @@ def decode_attention(
         )  # fmt: skip
     device = plan.seq_lens.device
     seqs = plan.seq_lens.shape[0]
-    reference.expect_planned(plan.layout, layout, layer)
-    q_heads = q.shape[1] if q.dim() == 3 else 0
-    dtype = _DTYPES[layout.dtype]
-    reference.expect("q", q, dtype, (seqs, q_heads, layout.head_dim), device)
+    expect_planned(plan.layout, layout, layer)
     heads = layout.num_kv_heads
-    if q_heads == 0 or q_heads % heads:
-        raise KernelError(f"{q_heads} query heads do not divide into {heads} KV heads")
-    group = q_heads // heads
+    group, out = expect_attention(q, layout, seqs, device, window=window, out=out, lse=lse)
     if group > _MMA_ROWS:
         return reference.decode_attention(
             q, block_table, seq_lens, layer, layout,
             scale=scale, window=window, install=install, out=out, lse=lse,
         )  # fmt: skip
-    if (
-        block_table.data_ptr() != plan.block_table.data_ptr()
-        or seq_lens.data_ptr() != plan.seq_lens.data_ptr()
+    for name, given, planned in (
+        ("block_table", block_table, plan.block_table),
+        ("seq_lens", seq_lens, plan.seq_lens),
     ):
-        raise KernelError("the plan was made for another block table or other lengths")
-    if scale is not None and not scale > 0:
-        raise KernelError(f"scale must be positive, got {scale}")
-    if window is not None and window < 1:
-        raise KernelError(f"window must be a positive number of tokens or None, got {window}")
-    if out is None:
-        out = torch.empty(q.shape, dtype=dtype, device=device)
-    else:
-        reference.expect("out", out, dtype, tuple(q.shape), device)
-    for name, tensor in (("q", q), ("out", out)):
-        if tensor.stride()[1:] != (layout.head_dim, 1) or tensor.data_ptr() % 16 or tensor.stride(0) % 8:
-            raise KernelError(f"{name} must have contiguous heads and start every sequence on 16 bytes")
-    if lse is not None:
-        reference.expect("lse", lse, torch.float32, (seqs, q_heads), device)
-        if not lse.is_contiguous():
-            raise KernelError("lse must be contiguous")
-    if install is not None:
-        reference.expect("install", install, torch.int64, tuple(block_table.shape), device)
-        if install.stride(1) != 1:
-            raise KernelError("install must have contiguous rows")
+        if given.data_ptr() != planned.data_ptr():
+            raise KernelError(f"the plan was made for another {name}")
+    expect_positive_scale(scale)
+    expect_kernel_tensors(q, out, block_table, install, lse)
     if seqs == 0:
         return out
     divided = plan._divide(group, window or 0)

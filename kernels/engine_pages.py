@@ -26,10 +26,10 @@ import torch
 from ..tiers.address import TAG_MASK
 from ..tiers.errors import KernelError
 from ..tiers.layout import SLICE_ALIGNMENT, KVLayout
+from .arguments import expect
 from .checks import access_bytes, debugging, expect_mapped
 from .compiled import Kernel, load_kernel
 from .memory import Span
-from .reference import expect
 
 __all__ = ["PAGE_CTAS", "EnginePages", "gather", "scatter"]
 

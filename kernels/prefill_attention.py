@@ -25,11 +25,19 @@ import torch
 from ..tiers.errors import KernelError
 from ..tiers.layout import KVLayout
 from . import reference
+from .arguments import (
+    expect,
+    expect_attention,
+    expect_kernel_tensors,
+    expect_planned,
+    expect_positive_scale,
+    expect_rows,
+)
 from .checks import expect_rows_mapped
 from .compiled import Kernel, load_kernel
 from .copy_blocks import copy_counted
 from .decode_attention import has_kernel, multiprocessors
-from .reference import AttentionPlan, expect, expect_planned, table_shape
+from .reference import AttentionPlan
 
 __all__ = ["PrefillPlan", "prefill_attention", "prefill_plan"]
 
@@ -222,14 +230,10 @@ def prefill_plan(
     """
     if not has_kernel(block_table.device, layout):
         return reference.prefill_plan(cu_seqlens_q, block_table, seq_lens, layout)
-    seqs, _ = table_shape(block_table)
-    device = block_table.device
-    expect("cu_seqlens_q", cu_seqlens_q, torch.int32, (seqs + 1,), device)
-    expect("seq_lens", seq_lens, torch.int32, (seqs,), device)
-    if not (seq_lens.is_contiguous() and cu_seqlens_q.is_contiguous()):
-        raise KernelError("seq_lens and cu_seqlens_q must be contiguous")
-    if block_table.stride(1) != 1:
-        raise KernelError("block_table must have contiguous rows")
+    seqs = expect_rows(block_table, seq_lens)
+    expect("cu_seqlens_q", cu_seqlens_q, torch.int32, (seqs + 1,), block_table.device)
+    if not cu_seqlens_q.is_contiguous():
+        raise KernelError("cu_seqlens_q must be contiguous")
     if staging_pages is None:
         staging_pages = _STAGING_BYTES // layout.page_bytes
     if staging_pages < 0:
@@ -282,13 +286,9 @@ def prefill_attention(
         )  # fmt: skip
     device = plan.seq_lens.device
     expect_planned(plan.layout, layout, layer)
-    tokens, q_heads = (q.shape[0], q.shape[1]) if q.dim() == 3 else (0, 0)
-    dtype = reference.DTYPES[layout.dtype]
-    expect("q", q, dtype, (tokens, q_heads, layout.head_dim), device)
+    tokens = q.shape[0] if q.dim() else 0
     heads = layout.num_kv_heads
-    if q_heads == 0 or q_heads % heads:
-        raise KernelError(f"{q_heads} query heads do not divide into {heads} KV heads")
-    group = q_heads // heads
+    group, out = expect_attention(q, layout, tokens, device, window=window, out=out)
     form = _FORMS[layout.head_dim]
     rows = form.warps * _MMA_ROWS
     if group > rows:
@@ -300,21 +300,8 @@ def prefill_attention(
     ):
         if given.data_ptr() != planned.data_ptr():
             raise KernelError(f"the plan was made for another {name}")
-    if scale is not None and not scale > 0:
-        raise KernelError(f"scale must be positive, got {scale}")
-    if window is not None and window < 1:
-        raise KernelError(f"window must be a positive number of tokens or None, got {window}")
-    if out is None:
-        out = torch.empty(q.shape, dtype=dtype, device=device)
-    else:
-        expect("out", out, dtype, tuple(q.shape), device)
-    for name, tensor in (("q", q), ("out", out)):
-        if tensor.stride()[1:] != (layout.head_dim, 1) or tensor.data_ptr() % 16 or tensor.stride(0) % 8:
-            raise KernelError(f"{name} must have contiguous heads and start every token on 16 bytes")
-    if install is not None:
-        expect("install", install, torch.int64, tuple(block_table.shape), device)
-        if install.stride(1) != 1:
-            raise KernelError("install must have contiguous rows")
+    expect_positive_scale(scale)
+    expect_kernel_tensors(q, out, block_table, install)
     seqs, columns = plan.block_table.shape
     if seqs == 0 or columns == 0 or tokens == 0:
         return out.zero_()

@@ -24,6 +24,14 @@ import torch
 from ..tiers.address import FAR, INSTALL, TAG_MASK
 from ..tiers.errors import KernelError
 from ..tiers.layout import SLICE_ALIGNMENT, KVLayout
+from .arguments import (
+    DTYPES,
+    expect,
+    expect_attention,
+    expect_planned,
+    expect_readable,
+    table_shape,
+)
 from .memory import Span
 
 __all__ = [
@@ -44,8 +52,6 @@ _QUERY_TILE: Final = 64
 """Queries whose scores are held at once: bounds memory, and keeps a tile's scores near the cache."""
 _COPY_BYTES: Final = 16 << 20
 """Bytes that `copy_blocks` holds in between."""
-
-DTYPES: Final = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,7 @@ def prefill_attention(
 
 def write_plan(addresses: torch.Tensor, offsets: torch.Tensor, layout: KVLayout) -> WritePlan:
     """What `write_kv` needs once a step for all layers; arguments and errors as there."""
-    _expect_readable(layout)
+    expect_readable(layout)
     tokens = addresses.shape[0] if addresses.dim() else 0
     expect("addresses", addresses, torch.int64, (tokens,))
     if offsets.dtype not in (torch.int32, torch.int64):
@@ -338,7 +344,7 @@ def copy_blocks(src: torch.Tensor, dst: torch.Tensor, block_bytes: int) -> None:
 def _attention_plan(
     query_bounds: Sequence[int], block_table: torch.Tensor, seq_lens: torch.Tensor, layout: KVLayout
 ) -> AttentionPlan:
-    _expect_readable(layout)
+    expect_readable(layout)
     seqs, max_blocks = table_shape(block_table)
     expect("seq_lens", seq_lens, torch.int32, (seqs,), block_table.device)
     lengths: list[int] = seq_lens.tolist()
@@ -383,25 +389,14 @@ def _attention(
     expect_planned(plan.layout, layout, layer)
     if len(plan.lengths) != block_table.shape[0]:
         raise KernelError(f"a plan of {len(plan.lengths)} sequences for a table of {block_table.shape[0]}")
-    q_heads = q.shape[1] if q.dim() == 3 else 0
-    expect(
-        "q", q, DTYPES[layout.dtype], (plan.query_bounds[-1], q_heads, layout.head_dim), block_table.device
+    group, out = expect_attention(
+        q, layout, plan.query_bounds[-1], block_table.device, window=window, out=out, lse=lse
     )
-    if q_heads == 0 or q_heads % layout.num_kv_heads:
-        raise KernelError(f"{q_heads} query heads do not divide into {layout.num_kv_heads} KV heads")
-    if window is not None and window < 1:
-        raise KernelError(f"window must be a positive number of tokens or None, got {window}")
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    else:
-        expect("out", out, q.dtype, tuple(q.shape), q.device)
-    if lse is not None:
-        expect("lse", lse, torch.float32, (q.shape[0], q_heads), q.device)
     if plan.installs.shape[1]:
         _install(block_table, layer, layout, plan, install)
 
     # The query heads of one KV head become rows of one matrix, so that keys are not repeated for them.
-    grouped = (q_heads // layout.num_kv_heads, layout.head_dim)
+    grouped = (group, layout.head_dim)
     queries = q.float() * (layout.head_dim**-0.5 if scale is None else scale)
     queries = queries.view(-1, layout.num_kv_heads, *grouped)
     results = out.view(-1, layout.num_kv_heads, *grouped)
@@ -513,41 +508,3 @@ def _clean(words: torch.Tensor, name: str) -> torch.Tensor:
     if bool((addresses <= 0).any()):
         raise KernelError(f"{name} has words that are no address")
     return addresses
-
-
-def table_shape(block_table: torch.Tensor) -> tuple[int, int]:
-    if block_table.dtype != torch.int64 or block_table.dim() != 2:
-        raise KernelError(
-            f"block_table must be int64 [seqs, max_blocks], got {block_table.dtype} {list(block_table.shape)}"
-        )
-    return block_table.shape[0], block_table.shape[1]
-
-
-def expect(
-    name: str,
-    tensor: torch.Tensor,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    device: torch.device | None = None,
-) -> None:
-    if tensor.dtype != dtype:
-        raise KernelError(f"{name} must be {dtype}, got {tensor.dtype}")
-    if tuple(tensor.shape) != shape:
-        raise KernelError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-    if device is not None and tensor.device != device:
-        raise KernelError(f"{name} must be on {device}, it is on {tensor.device}")
-
-
-def expect_planned(planned: KVLayout, layout: KVLayout, layer: int) -> None:
-    if planned is not layout and planned != layout:
-        raise KernelError("the plan was made for another layout")
-    if not 0 <= layer < layout.num_layers:
-        raise KernelError(f"layer must lie in 0..{layout.num_layers - 1}, got {layer}")
-
-
-def _expect_readable(layout: KVLayout) -> None:
-    if layout.dtype not in DTYPES or layout.planes != 2 or layout.format not in ("swizzled", "plain"):
-        raise KernelError(
-            "attention reads keys and values of float16, bfloat16 or float32, swizzled or plain; "
-            f"this layout is {layout.planes} planes of {layout.dtype}, {layout.format}"
-        )

@@ -15,13 +15,12 @@ import torch
 from ..tiers.errors import KernelError
 from ..tiers.layout import KVLayout
 from . import reference
+from .arguments import DTYPES, expect, expect_planned, expect_readable
 from .checks import access_bytes, expect_mapped
 from .compiled import Kernel, load_kernel
-from .reference import expect, expect_planned
 
 __all__ = ["WritePlan", "write_kv", "write_plan"]
 
-_DTYPES: Final = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _PARAMETERS: Final = "Q Q q q q q Q Q i I I I Q Q Q"
 _THREADS: Final = 256
 _MOST_ITEMS: Final = 1 << 32
@@ -53,11 +52,7 @@ def write_plan(addresses: torch.Tensor, offsets: torch.Tensor, layout: KVLayout)
         found = reference.write_plan(addresses, offsets, layout)
         expect_mapped("addresses", addresses, layout.block_bytes)
         return WritePlan(layout, addresses, offsets, found)
-    if layout.dtype not in _DTYPES or layout.planes != 2 or layout.format not in ("swizzled", "plain"):
-        raise KernelError(
-            "layout must be keys and values of float16, bfloat16 or float32, swizzled or plain; "
-            f"this one is {layout.planes} planes of {layout.dtype}, {layout.format}"
-        )
+    expect_readable(layout)
     tokens = addresses.shape[0] if addresses.dim() else 0
     expect("addresses", addresses, torch.int64, (tokens,))
     if offsets.dtype not in (torch.int32, torch.int64):
@@ -103,7 +98,7 @@ def write_kv(
     shape = (tokens, layout.num_kv_heads, layout.head_dim)
     strides: list[int] = []
     for name, tensor in (("k", k), ("v", v)):
-        expect(name, tensor, _DTYPES[layout.dtype], shape, device)
+        expect(name, tensor, DTYPES[layout.dtype], shape, device)
         if tensor.stride(2) != 1 and layout.head_dim > 1:
             raise KernelError(f"{name} must be contiguous in its last dimension")
         strides += (
