@@ -290,11 +290,16 @@ class Match(Message):
 @_message(13)
 @dataclass(frozen=True)
 class Leased(Message):
-    """Leased slots in the order of their hashes, and how many further blocks the cold tier has."""
+    """Leased slots in the order of their hashes, and how many further blocks the cold tier has.
+
+    Args:
+        loaded: how many of the slots were brought up from the cold tier for this request.
+    """
 
     slots: Ids
     generations: Generations
     cold: int
+    loaded: int = 0
 
 
 @_message(14)

@@ -15,6 +15,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from ..kvstore.calls import HostCalls
 from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
 from ..kvstore.store import TieredStore
@@ -88,6 +89,8 @@ class LLM:
             CPU a quarter of a GiB.
         host_bytes: size of the host tier, 0 for none. None: a quarter of the memory that is available.
         cold: the cold tier, or None. It is closed with the engine.
+        host: host memory of others, and the cold tier behind it: what `kvpager.connect` returns, or a
+            `HostStore`. It takes the place of `host_bytes` and `cold`, and is not closed with the engine.
         max_sequences: sequences that run at a time.
         max_tokens: tokens of one sequence; None for what the model takes.
         step_tokens: tokens that one step computes at most; `max_sequences` where that is more.
@@ -116,6 +119,7 @@ class LLM:
         device_bytes: int | None = None,
         host_bytes: int | None = None,
         cold: ColdTier | None = None,
+        host: HostCalls | None = None,
         max_sequences: int = 64,
         max_tokens: int | None = None,
         step_tokens: int = 512,
@@ -133,6 +137,10 @@ class LLM:
         load_seconds = expect_seconds("load_seconds", load_seconds)
         cuda_graphs = expect_flag("cuda_graphs", cuda_graphs)
         tenant = expect_bytes("tenant", tenant)
+        if host is not None:
+            for setting, value in (("host_bytes", host_bytes), ("cold", cold)):
+                if value is not None:
+                    raise ConfigError(setting, "give this, or the host memory of others, not both")
         if cold is not None:
             expect_methods("cold", cold, ("contains", "get", "put"), "a cold tier, from open_cold_tier")
             if host_bytes == 0:
@@ -152,7 +160,9 @@ class LLM:
         host_bytes = default_host_bytes() if host_bytes is None else host_bytes
         on_gpu = device if device != "cpu" else None
         with ExitStack() as undo:
-            self.host = HostStore(host_bytes, cold=cold, device=on_gpu) if host_bytes else None
+            self.host = (
+                HostStore(host_bytes, cold=cold, device=on_gpu) if host is None and host_bytes else None
+            )
             if self.host is not None:
                 undo.callback(self.host.close)
             mover = mover_on(device)
@@ -161,7 +171,7 @@ class LLM:
                 self.layout,
                 blocks,
                 root=self._identity.root,
-                host=self.host,
+                host=host if host is not None else self.host,
                 device=device,
                 max_sequences=max_sequences,
                 mover=mover,
@@ -179,7 +189,9 @@ class LLM:
         self._prompts = PromptReader(self._loaded)
         self._texts = Texts(self._loaded.tokenizer)
         self._cold = cold
-        self._sessions = Sessions(self.store, cold, load_seconds)
+        self._sessions = Sessions(
+            self.store, cold, load_seconds, has_cold=cold is not None or host is not None
+        )
         self._next_id = 0
         self._driven = threading.Lock()
         self._closed = False

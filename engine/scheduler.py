@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..kvstore.loading import ColdLoad
+from ..kvstore.calls import LoadCalls
 from ..kvstore.store import Install, NamedPrompt, Opened, TieredStore
 from ..tiers.errors import CapacityError, RequestError
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
@@ -514,7 +514,7 @@ class Scheduler:
         )
         return not loading or loading + prompt.usable <= self.store.host.capacity // 2
 
-    def _start_load(self, sequence: Sequence, load: ColdLoad | None) -> None:
+    def _start_load(self, sequence: Sequence, load: LoadCalls | None) -> None:
         sequence.load = load
         sequence.load_until = time.monotonic() + self.load_seconds
 

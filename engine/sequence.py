@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..kvstore.loading import ColdLoad
+from ..kvstore.calls import LoadCalls
 from ..kvstore.session import SleepingSequence
 from ..kvstore.store import NamedPrompt
 from .sampler import SamplingParams
@@ -86,7 +86,7 @@ class Sequence:
     """The record of its session, while that is on its way."""
     prompt: NamedPrompt | None = None
     """Its prompt, named; None before the record of its session has come."""
-    load: ColdLoad | None = None
+    load: LoadCalls | None = None
     load_until: float | None = None
     """When it is no longer worth waiting for the load; None before one was started."""
     sleeping: SleepingSequence | None = None

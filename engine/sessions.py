@@ -91,13 +91,17 @@ class Sessions:
 
     Args:
         store: where their KV sleeps.
-        cold: the cold tier that keeps records of them, or None.
+        cold: the engine's own cold tier, or None.
         lookup_seconds: how long a request waits for a record.
+        has_cold: whether there may be a cold tier that keeps records of them: its own, or a sidecar's.
     """
 
-    def __init__(self, store: TieredStore, cold: ColdTier | None, lookup_seconds: float) -> None:
+    def __init__(
+        self, store: TieredStore, cold: ColdTier | None, lookup_seconds: float, *, has_cold: bool
+    ) -> None:
         self._store = store
         self._cold = cold
+        self._has_cold = has_cold
         self._seconds = lookup_seconds
         self._known: dict[str, _Session] = {}
         self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="kvpager-session")
@@ -115,7 +119,7 @@ class Sessions:
         session = self._known.get(name)
         if session is not None:
             return _common_length(session.tokens, session.sleeping.length, tokens), None
-        if self._cold is None or self._told_closed:
+        if not self._has_cold or self._told_closed:
             return None, None
         found = self._lookups.submit(self._find, name, root)
         return None, SessionLookup(found, tokens, self._seconds)

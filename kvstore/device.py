@@ -13,11 +13,11 @@ from ..tiers.arena import DeviceArena
 from ..tiers.errors import IntegrityError
 from ..tiers.layout import KVLayout
 from ..tiers.mover import CudaMover, HostMover, Mover, Transfer
+from .calls import SpaceCalls
 from .events import EventKind, EventStream
 from .handles import Generations
 from .policy import Ids, make_policy
 from .pool import BlockPool
-from .space import HostSpace
 from .stats import StoreStats
 from .tables import Words
 from .writeback import WriteBack
@@ -54,7 +54,7 @@ class DeviceTier:
         device: str,
         *,
         space: bytes,
-        host: HostSpace | None,
+        host: SpaceCalls | None,
         policy: str,
         mover: Mover | None,
         stats: StoreStats,

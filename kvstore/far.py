@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from ..tiers.address import FAR, TAG_MASK
 from ..tiers.errors import IntegrityError
+from .calls import SpaceCalls
 from .handles import Generations, Lease
 from .policy import Ids
-from .space import HostSpace
 from .tables import Words
 
 __all__ = ["FarBlocks"]
@@ -31,7 +31,7 @@ class FarBlocks:
         counts: int32 [rows], far blocks that each row holds. Read only.
     """
 
-    def __init__(self, host: HostSpace, rows: int) -> None:
+    def __init__(self, host: SpaceCalls, rows: int) -> None:
         self.counts = np.zeros(rows, dtype=np.int32)
         self.host = host
         self._refs = np.zeros(host.capacity, dtype=np.int32)
@@ -41,7 +41,7 @@ class FarBlocks:
     # Words and slots
 
     def words(self, slots: Ids) -> Words:
-        """The words of slots that are `HostSpace.readable_in_place`."""
+        """The words of slots that are `SpaceCalls.readable_in_place`."""
         return self.host.addresses(slots) + self.host.device_delta | FAR
 
     def slots_at(self, words: Words) -> Ids:

@@ -31,13 +31,12 @@ from ..tiers.settings import (
     shown,
 )
 from .attach import Attacher, Found
+from .calls import HostCalls, LoadCalls
 from .chains import RowChains
 from .device import DeviceTier
 from .events import Listener
 from .far import FarBlocks
 from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, space_id
-from .host import HostStore
-from .loading import ColdLoad
 from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
 from .session import SessionRecord, SleepingSequence
@@ -91,7 +90,8 @@ class TieredStore:
         layout: how a block lies in memory.
         device_blocks: blocks of the device tier.
         root: root of the chain of sequences that name no other (`ChainIdentity.root`).
-        host: host memory and cold tier below, or None for a device tier alone.
+        host: host memory and cold tier below (a `HostStore`, or what `kvpager.connect` returns), or None for
+            a device tier alone.
         device: ``cuda:N``, or ``cpu``, where host memory stands in for VRAM.
         max_sequences: rows of the block table.
         policy: name of the device tier's eviction policy.
@@ -110,7 +110,7 @@ class TieredStore:
         device_blocks: int,
         *,
         root: bytes,
-        host: HostStore | None = None,
+        host: HostCalls | None = None,
         device: str = "cpu",
         max_sequences: int = 256,
         policy: str = "lru",
@@ -121,7 +121,14 @@ class TieredStore:
         device_blocks = expect_integer("device_blocks", device_blocks, 1, 2**31 - 1)
         max_sequences = expect_integer("max_sequences", max_sequences, 1, MOST_ROWS)
         if host is not None:
-            expect_type("host", host, HostStore, "a HostStore or None")
+            expect_methods(
+                "host",
+                host,
+                ("space", "subscribe", "flush", "close"),
+                "a HostStore, a connection to a sidecar (kvpager.connect), or None",
+            )
+            if device != "cpu" and host.device is None:
+                raise ConfigError("host", f"its memory is not mapped for {device}")
         if mover is not None:
             expect_methods("mover", mover, ("copy", "close"), "a mover of blocks or None")
         self.layout = layout
@@ -221,7 +228,7 @@ class TieredStore:
         expect_type("prompt", prompt, NamedPrompt, "a prompt from name_prompt")
         return len(self.pool.match(prompt.hashes[: prompt.usable]))
 
-    def start_load(self, prompt: NamedPrompt) -> ColdLoad | None:
+    def start_load(self, prompt: NamedPrompt) -> LoadCalls | None:
         """Start bringing a prompt's blocks up from the cold tier to host memory, ahead of `open_named`.
 
         Returns:
@@ -230,12 +237,12 @@ class TieredStore:
         expect_type("prompt", prompt, NamedPrompt, "a prompt from name_prompt")
         return self._start_load(prompt.hashes[: prompt.usable], prompt.partial)
 
-    def start_load_sleeping(self, sleeping: SleepingSequence) -> ColdLoad | None:
+    def start_load_sleeping(self, sleeping: SleepingSequence) -> LoadCalls | None:
         """Start bringing a sleeping sequence's blocks up from the cold tier, ahead of `wake`."""
         expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
         return self._start_load(sleeping.hashes, sleeping.partial_block)
 
-    def _start_load(self, hashes: Sequence[bytes], partial: PartialBlock | None) -> ColdLoad | None:
+    def _start_load(self, hashes: Sequence[bytes], partial: PartialBlock | None) -> LoadCalls | None:
         self._check_open()
         if self.host is None:
             return None

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from ..tiers.arena import DeviceArena
 from ..tiers.errors import ClosedError, StaleHandleError
 from ..tiers.mover import Mover, Transfer, is_over
+from .calls import SpaceCalls
 from .handles import Reservation, ReserveStatus
 from .policy import Ids
 from .pool import BlockPool
-from .space import HostSpace
 from .stats import StoreStats
 
 __all__ = ["WriteBack"]
@@ -51,7 +51,7 @@ class WriteBack:
     """
 
     def __init__(
-        self, pool: BlockPool, arena: DeviceArena, host: HostSpace, mover: Mover, stats: StoreStats
+        self, pool: BlockPool, arena: DeviceArena, host: SpaceCalls, mover: Mover, stats: StoreStats
     ) -> None:
         self._pool = pool
         self._arena = arena

@@ -15,6 +15,7 @@ from kvpager.engine.loader import LoadedModel, load_model
 from kvpager.engine.runner import Runner
 from kvpager.engine.sampler import SamplingParams
 from kvpager.engine.sequence import Sequence, SequenceState
+from kvpager.kvstore.space import HostSpace
 from kvpager.tests.model_files import save_tiny_model
 
 __all__ = [
@@ -181,7 +182,7 @@ def evict_host(llm: LLM) -> None:
     """Leave KV in the cold tier alone."""
     evict_device(llm)
     assert llm.host is not None
-    assert llm.store.host is not None
+    assert isinstance(llm.store.host, HostSpace)
     assert llm.host.flush() == 0
     llm.store.host.evict(llm.store.host.capacity)
     assert llm.store.host.resident == 0
@@ -195,7 +196,7 @@ def check_nothing_is_held(llm: LLM) -> None:
     check(llm)
     assert not len(llm.store.table.rows_in_use)
     assert llm.store.available_blocks == llm.store.pool.capacity
-    if llm.store.host is not None:
+    if isinstance(llm.store.host, HostSpace):
         llm.store.host.evict(llm.store.host.capacity)
         assert llm.store.host.resident == 0, "something still has a lease"
 

@@ -19,6 +19,7 @@ from kvpager.engine.sampler import SamplingParams
 from kvpager.engine.scheduler import Scheduler, Step
 from kvpager.engine.sequence import FinishReason, Sequence, SequenceState
 from kvpager.kvstore.host import HostStore
+from kvpager.kvstore.space import HostSpace
 from kvpager.kvstore.store import TieredStore
 from kvpager.tiers.address import FAR, INSTALL, TAG_MASK
 from kvpager.tiers.cold import ColdTier
@@ -233,7 +234,7 @@ class World:
         self.store.poll()
         self.check()
         assert self.store.available_blocks == self.store.pool.capacity
-        if self.store.host is not None and self.host is not None:
+        if isinstance(self.store.host, HostSpace) and self.host is not None:
             self.host.flush()
             self.store.host.evict(self.store.host.capacity)
             assert self.store.host.resident == 0, "something still has a lease"

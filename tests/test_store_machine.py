@@ -24,8 +24,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from kvpager.kvstore.calls import LoadCalls
 from kvpager.kvstore.host import HostStore
-from kvpager.kvstore.loading import ColdLoad
 from kvpager.kvstore.session import SleepingSequence
 from kvpager.kvstore.store import Opened, TieredStore
 from kvpager.tests.troubled_disk import TroubledDisk
@@ -161,7 +161,7 @@ class Driver:
         self.wide = self.host.space(WIDE)
         self.rows: dict[int, Row] = {}
         self.pinned: list[bytes] = []
-        self.loads: list[ColdLoad] = []
+        self.loads: list[LoadCalls] = []
 
     def stop(self, drain: float) -> None:
         for load in self.loads:

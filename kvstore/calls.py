@@ -1,0 +1,166 @@
+"""What an engine calls of host memory: a `HostStore` fulfils it, and so does a connection to a sidecar.
+
+Where a sidecar does not answer, a call finds or keeps nothing, and does not raise (see `kvpager.connect`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..tiers.layout import KVLayout
+from .events import Listener
+from .handles import Generations, Lease, Reservation, SlotOwner
+from .hashing import Tokens
+from .policy import Ids
+
+__all__ = ["HostCalls", "LoadCalls", "SpaceCalls"]
+
+
+class LoadCalls(Protocol):
+    """Blocks on their way up from the cold tier to host memory."""
+
+    @property
+    def loaded(self) -> int:
+        """Blocks that have arrived so far."""
+        ...
+
+    def done(self) -> bool:
+        """Whether everything that is to be had has arrived. Raises what the load failed with."""
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is done, `seconds` at most; returns whether it is. Raises as `done`."""
+        ...
+
+    def release(self) -> None:
+        """Let go of what is resident of them, which stays leased until now. Idempotent."""
+        ...
+
+
+class SpaceCalls(SlotOwner, Protocol):
+    """The slots of one layout and shard. Every call is safe from any thread."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """How a block lies in memory."""
+        ...
+
+    @property
+    def id(self) -> bytes:
+        """16 bytes that name the space."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether the host memory was closed on this side: leases ended, calls raise `ClosedError`."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """No slot has this number or a higher one; it stays the same."""
+        ...
+
+    @property
+    def device_delta(self) -> int:
+        """What to add to `addresses` on a GPU, bytes; it stays the same once a slot is readable in place."""
+        ...
+
+    def addresses(self, slots: Ids) -> npt.NDArray[np.int64]:
+        """Addresses of slots in this process, int64 [n]: the same for as long as any slot is held."""
+        ...
+
+    def slots_at(self, addresses: npt.NDArray[np.int64]) -> Ids:
+        """The inverse of `addresses`, for slots that are held; tags in the low seven bits are ignored."""
+        ...
+
+    def readable_in_place(self, slots: Ids) -> npt.NDArray[np.bool_]:
+        """bool [n]: which slots attention may read where they lie. It does not become less."""
+        ...
+
+    def match(
+        self,
+        hashes: Sequence[bytes] | None = None,
+        *,
+        tokens: Tokens | None = None,
+        chain: bytes | None = None,
+        cold_deadline: float | None = None,
+    ) -> Lease:
+        """Lease the leading blocks that are resident; with `cold_deadline` count what cold has after them."""
+        ...
+
+    def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+        """Lease remembered slots: bool [n], False where a slot was granted again since."""
+        ...
+
+    def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+        """Slots to write blocks into; waits `wait` seconds for room."""
+        ...
+
+    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+        """`reserve` that trusts its arguments."""
+        ...
+
+    def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+        """Copy blocks in, uint8 [n, block_bytes]; how many are resident then, or written by another."""
+        ...
+
+    def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
+        """Copy the leading resident blocks out, uint8 [n, block_bytes]; returns how many."""
+        ...
+
+    def pin(self, hashes: Sequence[bytes]) -> int:
+        """Keep the leading resident blocks until `unpin`; returns how many."""
+        ...
+
+    def unpin(self, hashes: Sequence[bytes]) -> int:
+        """End a pin; returns how many of the blocks were pinned."""
+        ...
+
+    def evict(self, count: int) -> int:
+        """Let go of up to `count` blocks that nobody holds, coldest first; returns how many went."""
+        ...
+
+    def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
+        """Bring blocks up from the cold tier; lease the leading ones that are there by the deadline."""
+        ...
+
+    def start_load(self, hashes: Sequence[bytes]) -> LoadCalls:
+        """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
+        ...
+
+    def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
+        """Keep a small named record in the cold tier; False where it was not kept."""
+        ...
+
+    def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
+        """A named record from the cold tier, or None."""
+        ...
+
+
+class HostCalls(Protocol):
+    """Host memory and the cold tier behind it, in this process or in a sidecar."""
+
+    @property
+    def device(self) -> str | None:
+        """The GPU (``cuda:N``) that its memory is mapped for, or None."""
+        ...
+
+    def space(self, layout: KVLayout, *, shard: str = "") -> SpaceCalls:
+        """The space of a layout and shard; the same for equal ones."""
+        ...
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener` with every later event; returns how to end it."""
+        ...
+
+    def flush(self, deadline: float = 30.0) -> int:
+        """Write what has no copy in the cold tier there; how many blocks still have none."""
+        ...
+
+    def close(self, *, drain: float = 0.0) -> None:
+        """Use it no more. Idempotent. Of a sidecar this ends the connection, and nothing in the sidecar."""
+        ...
