@@ -1,0 +1,491 @@
+"""What the sidecar does at each request: a message in, a message out, or work that another thread does first.
+
+`Answers` belongs to one connection and is used from the loop's thread. What is quick is done there and then.
+What may wait (for the cold tier, for room) or is long (many bytes, very many blocks) is returned as a `Job`:
+its `work` runs in a thread and touches the store only; its `finish` runs on the loop again and writes down
+what the client group holds from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+
+from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
+from ..kvstore.host import HostStore
+from ..kvstore.policy import Ids
+from ..kvstore.space import HostSpace
+from ..tiers.errors import (
+    CapacityError,
+    ConfigError,
+    LayoutError,
+    ServiceUnavailableError,
+    StaleHandleError,
+)
+from ..tiers.layout import KVLayout
+from ..tiers.settings import expect_seconds, expect_text
+from .claims import Claims
+from .groups import UNNAMED, Group
+from .messages import (
+    Abort,
+    Blocks,
+    Commit,
+    Count,
+    Done,
+    Evict,
+    Flush,
+    Get,
+    GetNote,
+    GetStats,
+    Leased,
+    LeaseSlots,
+    Load,
+    Marks,
+    Match,
+    Message,
+    Note,
+    OpenSpace,
+    Pin,
+    Put,
+    PutNote,
+    Reassert,
+    Release,
+    Reserve,
+    Reserved,
+    SpaceOpened,
+    Stats,
+    Subscribe,
+    Unpin,
+)
+
+__all__ = ["Answers", "Job", "Service", "ServiceCounters", "request_bytes"]
+
+_QUICK_BLOCKS: Final = 1 << 14
+"""More blocks than these in one request are another thread's work."""
+_QUICK_BYTES: Final = 256 << 10
+"""So are more bytes of blocks than these."""
+_MOST_WAIT: Final = 60.0
+"""Seconds that a request waits at most, whatever it asks for."""
+_MOST_SPACES: Final = 256
+"""Spaces of a sidecar; each has records of all the slots that it might have."""
+_MOST_SLOTS: Final = 1 << 24
+"""Slots of a space: an arena in blocks of a few bytes would be all records."""
+_MOST_TEXT: Final = 256
+_REPLY_BYTES: Final = 64
+"""What a frame with one byte string has around it, at most."""
+_NEW: Final = int(ReserveStatus.NEW)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work for another thread.
+
+    Args:
+        waits: whether it waits for something, rather than being long.
+        work: runs in the thread.
+        finish: makes the reply of what `work` returned; on the loop.
+        undo: gives back what `work` returned where there is nobody to reply to any more; in any thread.
+    """
+
+    waits: bool
+    work: Callable[[], Any]
+    finish: Callable[[Any], Message]
+    undo: Callable[[Any], object] | None = None
+
+
+@dataclass
+class ServiceCounters:
+    """What a sidecar did since its start."""
+
+    connections: int = 0
+    refused: int = 0
+    """Connections that were not let in."""
+    requests: int = 0
+    failures: int = 0
+    protocol_errors: int = 0
+    events_lost: int = 0
+
+
+@dataclass
+class Service:
+    """What the connections of a sidecar have in common.
+
+    Args:
+        host: the store.
+        max_frame: bytes of the largest frame.
+        draining: whether the sidecar is being stopped: nothing new is reserved.
+    """
+
+    host: HostStore
+    max_frame: int
+    draining: bool = False
+    counters: ServiceCounters = field(default_factory=ServiceCounters)
+    spaces: set[bytes] = field(default_factory=set)
+
+
+def request_bytes(message: Message) -> int:
+    """About how many bytes a request keeps in memory while it is worked on; a `Get` its reply's, too."""
+    size = 64
+    for value in vars(message).values():
+        if isinstance(value, bytes):
+            size += len(value)
+        elif isinstance(value, tuple):
+            size += 64 * len(value)
+        elif isinstance(value, np.ndarray):
+            size += value.nbytes
+    return size
+
+
+class Answers:
+    """Answers the requests of one connection.
+
+    Args:
+        service: what connections share.
+        group: the client group that this one is of.
+        client: which client of the group.
+        subscribe: has events sent to this connection, or no more.
+        counts: further numbers for `Stats`.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        group: Group,
+        client: bytes,
+        subscribe: Callable[[bool], None],
+        counts: Callable[[], dict[str, int]],
+    ) -> None:
+        self._service = service
+        self._host = service.host
+        self._group = group
+        self._client = client
+        self._subscribe = subscribe
+        self._counts = counts
+        self._spaces: list[HostSpace] = []
+        self._numbers: dict[tuple[bytes, str], int] = {}
+        self._handlers: dict[type[Message], Callable[[Any], Message | Job]] = {
+            OpenSpace: self._open_space,
+            Match: self._match,
+            Load: self._load,
+            LeaseSlots: self._lease_slots,
+            Release: self._release,
+            Reassert: self._reassert,
+            Reserve: self._reserve,
+            Commit: self._commit,
+            Abort: self._abort,
+            Pin: self._pin,
+            Unpin: self._unpin,
+            Evict: self._evict,
+            PutNote: self._put_note,
+            GetNote: self._get_note,
+            Put: self._put,
+            Get: self._get,
+            GetStats: self._get_stats,
+            Subscribe: self._change_subscription,
+            Flush: self._flush,
+        }
+
+    def understands(self, message: Message) -> bool:
+        """Whether this is a request that may be sent after the handshake."""
+        return type(message) in self._handlers
+
+    def answer(self, message: Message) -> Message | Job:
+        """The reply to a request, or the work that must be done for it.
+
+        Raises:
+            KVPagerError: why it is not done.
+        """
+        return self._handlers[type(message)](message)
+
+    def reply_bytes(self, message: Message) -> int:
+        """Bytes of the reply, where it may be long."""
+        if type(message) is not Get or not 0 <= message.space < len(self._spaces):
+            return 0
+        return self._fitting(self._spaces[message.space], len(message.hashes))
+
+    # Spaces
+
+    def _open_space(self, asked: OpenSpace) -> Message:
+        shard, tenant = (_short(name, getattr(asked, name)) for name in ("shard", "tenant"))
+        _short("format", asked.format)
+        layout = KVLayout(
+            asked.num_layers,
+            asked.num_kv_heads,
+            asked.head_dim,
+            asked.block_size,
+            asked.dtype,
+            asked.format,
+            planes=asked.planes,
+            window=asked.window or None,
+            scale_bytes=asked.scale_bytes,
+        )
+        arena, service = self._host.arena, self._service
+        slots = arena.extent_bytes // layout.block_bytes * arena.num_extents
+        if slots > _MOST_SLOTS:
+            raise ConfigError(
+                "block_size",
+                f"blocks of {layout.block_bytes} bytes are {slots} slots, {_MOST_SLOTS} are taken",
+            )
+        if len(service.spaces) >= _MOST_SPACES:
+            raise CapacityError(f"the sidecar has {_MOST_SPACES} spaces, and takes no more")
+        space = self._host.space(layout, shard=shard)
+        service.spaces.add(space.id)
+        number = self._numbers.setdefault((space.id, tenant), len(self._spaces))
+        if number == len(self._spaces):
+            self._spaces.append(space)
+        return SpaceOpened(number, space.id, space.slots_per_extent)
+
+    def _space(self, number: int) -> HostSpace:
+        if not 0 <= number < len(self._spaces):
+            raise ConfigError("space", f"this connection has opened no space {number}")
+        return self._spaces[number]
+
+    # Leases
+
+    def _match(self, asked: Match) -> Message | Job:
+        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        hashes = asked.hashes
+        asks_cold = wait > 0 and self._host.cold is not None
+        if not asks_cold and len(hashes) <= _QUICK_BLOCKS:
+            return self._leased(space.match(hashes))
+        return Job(
+            asks_cold,
+            lambda: space.match(hashes, cold_deadline=wait if asks_cold else None),
+            self._leased,
+            Lease.release,
+        )
+
+    def _load(self, asked: Load) -> Message | Job:
+        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        self._refuse_if_draining()
+
+        def work() -> tuple[Lease, int]:
+            load = space.start_load(asked.hashes)
+            try:
+                load.wait(wait)
+                return space.lease_resident(asked.hashes), load.loaded
+            finally:
+                load.release()
+
+        def finish(found: tuple[Lease, int]) -> Message:
+            lease, loaded = found
+            return replace(self._leased(lease), loaded=min(loaded, len(lease)))
+
+        return Job(True, work, finish, lambda found: found[0].release())
+
+    def _leased(self, lease: Lease) -> Leased:
+        space = lease.space
+        if not isinstance(space, HostSpace):
+            raise TypeError("a lease of a HostStore is of a HostSpace")
+        self._claims_or(space, lease.release).add_leases(lease.slots, lease.generations)
+        return Leased(lease.slots, lease.generations, lease.cold)
+
+    def _lease_slots(self, asked: LeaseSlots) -> Message:
+        space = self._space(asked.space)
+        claims = self._claims(space)
+        slots, generations = _handles(asked.slots, asked.generations)
+        good = claims.existing(slots)
+        good[good] = space.lease(slots[good], generations[good])
+        claims.add_leases(slots[good], generations[good])
+        return Marks(good)
+
+    def _release(self, asked: Release) -> Message | Job:
+        space = self._space(asked.space)
+        return self._end("release", self._group.take_leases, space.release, space, asked)
+
+    def _reassert(self, asked: Reassert) -> Message:
+        space = self._space(asked.space)
+        if self._client == UNNAMED:
+            raise ConfigError(
+                "client", "a client that re-asserts must have said in its Hello which one it is"
+            )
+        return Marks(self._claims(space).agree(asked.slots, asked.generations, asked.counts))
+
+    # Reservations
+
+    def _reserve(self, asked: Reserve) -> Message | Job:
+        space, wait = self._space(asked.space), _seconds("wait", asked.wait)
+        self._refuse_if_draining()
+        if not wait and len(asked.hashes) <= _QUICK_BLOCKS:
+            return self._reserved(space.reserve(asked.hashes))
+        return Job(
+            wait > 0, lambda: space.reserve(asked.hashes, wait=wait), self._reserved, Reservation.abort
+        )
+
+    def _reserved(self, reservation: Reservation) -> Message:
+        space = reservation.space
+        if not isinstance(space, HostSpace):
+            raise TypeError("a reservation of a HostStore is of a HostSpace")
+        new = reservation.status == _NEW
+        self._claims_or(space, reservation.abort).add_reservations(
+            reservation.slots[new], reservation.generations[new]
+        )
+        return Reserved(reservation.status, reservation.slots, reservation.generations)
+
+    def _commit(self, asked: Commit) -> Message | Job:
+        space = self._space(asked.space)
+        return self._end("commit", self._group.take_reservations, space.commit, space, asked)
+
+    def _abort(self, asked: Abort) -> Message | Job:
+        space = self._space(asked.space)
+        return self._end("abort", self._group.take_reservations, space.abort, space, asked)
+
+    def _end(
+        self,
+        what: str,
+        take: Callable[[HostSpace, bytes, Ids, Generations], Any],
+        end: Callable[[Ids, Generations], None],
+        space: HostSpace,
+        asked: Release | Commit | Abort,
+    ) -> Message | Job:
+        """End what the group holds of these handles; then, if it did not hold all of them, say so.
+
+        It is the group's no longer before the store is told: whatever comes after it is refused.
+        """
+        slots, generations = _handles(asked.slots, asked.generations)
+        good = take(space, self._client, slots, generations)
+        whole = bool(good.all())
+        mine, named = (slots, generations) if whole else (slots[good], generations[good])
+
+        def finish(_: object) -> Message:
+            if whole:
+                return Done()
+            stale = slots[~good]
+            raise StaleHandleError(
+                f"{what} refused for {len(stale)} slots, {stale.tolist()[:8]} and so on: "
+                "granted again, or not held by this client group"
+            )
+
+        if len(mine) > _QUICK_BLOCKS:
+            return Job(False, lambda: end(mine, named), finish)
+        if len(mine):
+            end(mine, named)
+        return finish(None)
+
+    def _claims(self, space: HostSpace) -> Claims:
+        return self._group.claims(space, self._client)
+
+    def _claims_or(self, space: HostSpace, give_back: Callable[[], object]) -> Claims:
+        """The group's claims, to write down what was just got; if it has ended, this is given back."""
+        try:
+            return self._claims(space)
+        except ServiceUnavailableError:
+            give_back()
+            raise
+
+    def _refuse_if_draining(self) -> None:
+        if self._service.draining:
+            raise ServiceUnavailableError("the sidecar is being stopped, it takes no more blocks")
+
+    # Keeping and losing blocks
+
+    def _pin(self, asked: Pin) -> Message | Job:
+        space = self._space(asked.space)
+        return _counted(len(asked.hashes), lambda: space.pin(asked.hashes))
+
+    def _unpin(self, asked: Unpin) -> Message | Job:
+        space = self._space(asked.space)
+        return _counted(len(asked.hashes), lambda: space.unpin(asked.hashes))
+
+    def _evict(self, asked: Evict) -> Message | Job:
+        space = self._space(asked.space)
+        return _counted(asked.count, lambda: space.evict(min(asked.count, space.capacity)))
+
+    # Bytes
+
+    def _put(self, asked: Put) -> Message | Job:
+        space, wait = self._space(asked.space), _seconds("wait", asked.wait)
+        self._refuse_if_draining()
+        size = space.layout.block_bytes
+        if len(asked.data) != size * len(asked.hashes):
+            raise LayoutError(
+                f"{len(asked.hashes)} blocks of {size} bytes were to come, and {len(asked.data)} bytes came"
+            )
+        blocks = np.frombuffer(asked.data, dtype=np.uint8).reshape(len(asked.hashes), size)
+
+        def work() -> int:
+            return space.put(asked.hashes, blocks, wait=wait)
+
+        if wait or len(asked.data) > _QUICK_BYTES or len(asked.hashes) > _QUICK_BLOCKS:
+            return Job(wait > 0, work, Count)
+        return Count(work())
+
+    def _get(self, asked: Get) -> Message | Job:
+        space = self._space(asked.space)
+        size = space.layout.block_bytes
+        count = self._fitting(space, len(asked.hashes)) // size
+        if not asked.hashes:
+            return Blocks(b"")
+        if not count:
+            raise CapacityError(f"a block of {size} bytes is longer than the largest frame")
+
+        def work() -> bytes:
+            out = np.empty((count, size), dtype=np.uint8)
+            return out[: space.get(asked.hashes[:count], out)].tobytes()
+
+        if count * size > _QUICK_BYTES:
+            return Job(False, work, Blocks)
+        return Blocks(work())
+
+    def _fitting(self, space: HostSpace, count: int) -> int:
+        """Bytes of up to `count` blocks, as many as one frame holds."""
+        size = space.layout.block_bytes
+        return min(count, (self._service.max_frame - _REPLY_BYTES) // size) * size
+
+    # Notes, counters, events
+
+    def _put_note(self, asked: PutNote) -> Message | Job:
+        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        return Job(True, lambda: int(space.put_note(asked.name, asked.value, wait)), Count)
+
+    def _get_note(self, asked: GetNote) -> Message | Job:
+        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+
+        def finish(value: bytes | None) -> Message:
+            return Note(value is not None, value or b"")
+
+        return Job(True, lambda: space.get_note(asked.name, wait), finish)
+
+    def _get_stats(self, asked: GetStats) -> Message:
+        values: dict[str, Any] = {
+            "host": self._host.stats.snapshot(),
+            "arena": asdict(self._host.arena.stats()),
+            "sidecar": {**asdict(self._service.counters), **self._counts()},
+        }
+        cold = getattr(self._host.cold, "stats", None)
+        if cold is not None:
+            values["cold"] = asdict(cold)
+        return Stats(values)
+
+    def _change_subscription(self, asked: Subscribe) -> Message:
+        self._subscribe(asked.on)
+        return Done()
+
+    def _flush(self, asked: Flush) -> Message | Job:
+        wait = _seconds("deadline", asked.deadline)
+        return Job(True, lambda: self._host.flush(wait), Count)
+
+
+def _counted(blocks: int, work: Callable[[], int]) -> Message | Job:
+    return Job(False, work, Count) if blocks > _QUICK_BLOCKS else Count(work())
+
+
+def _seconds(what: str, value: float) -> float:
+    return min(expect_seconds(what, value), _MOST_WAIT)
+
+
+def _short(what: str, value: str) -> str:
+    if len(expect_text(what, value, empty=True)) > _MOST_TEXT:
+        raise ConfigError(what, f"must be {_MOST_TEXT} characters at most, got {len(value)}")
+    return value
+
+
+def _handles(slots: Ids, generations: Generations) -> tuple[Ids, Generations]:
+    if len(slots) != len(generations):
+        raise ConfigError(
+            "generations", f"must be one for each of {len(slots)} slots, got {len(generations)}"
+        )
+    return slots, generations

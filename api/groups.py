@@ -1,0 +1,276 @@
+"""Client groups and the processes they consist of: what a group holds ends when all of them are gone.
+
+A process is watched through a pidfd, which the kernel makes readable when it ends. The pid is the one that
+the kernel tells of the socket's other end, not one that a client claims.
+Sources: Linux manual pages unix(7) (SO_PEERCRED), pidfd_open(2), proc_pid_stat(5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kvstore.handles import Generations
+from ..kvstore.policy import Ids
+from ..kvstore.space import HostSpace
+from ..tiers.errors import AccessDeniedError, ServiceUnavailableError
+from .claims import Claims, HeldHandles
+
+__all__ = ["UNNAMED", "Group", "Groups", "Peer", "peer_of"]
+
+UNNAMED: Final = bytes(16)
+"""Client of a group that does not say which one it is; there may be several."""
+_CREDENTIALS: Final = struct.Struct("3i")
+_SO_PEERPIDFD: Final = 77
+"""Linux 6.5 and later: a pidfd of the very process that connected, whatever became of its number since."""
+_STARTED_FIELD: Final = 19
+"""Of /proc/PID/stat after the name: when the process started, in clock ticks since boot."""
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The process at the other end of a Unix socket.
+
+    Args:
+        pid: its number.
+        uid: its user.
+        started: when it started, in clock ticks since boot; with the pid it names the process for good.
+        pidfd: a descriptor of it, to be closed by whoever has this.
+    """
+
+    pid: int
+    uid: int
+    started: int
+    pidfd: int
+
+
+def peer_of(connected: socket.socket, accepted: float) -> Peer:
+    """Who connected a Unix socket.
+
+    Args:
+        connected: the socket.
+        accepted: when it was accepted, by `time.clock_gettime(time.CLOCK_BOOTTIME)`.
+
+    Raises:
+        AccessDeniedError: the process cannot be seen from here, or is gone.
+    """
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    if pid <= 0:
+        raise AccessDeniedError(
+            "the client's process cannot be seen from here: it is in another pid namespace"
+        )
+    exact = True
+    try:
+        pidfd = connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        exact = False
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise AccessDeniedError(
+                f"the client's process {pid} cannot be watched: {error.strerror}"
+            ) from error
+    try:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError as error:
+            raise AccessDeniedError(f"the client's process {pid} cannot be seen: {error.strerror}") from error
+        started = int(stat.rpartition(")")[2].split()[_STARTED_FIELD])
+        # Alive after the look at its number: so the look was at this process, not at one that came after it.
+        # One whose descriptor was opened by number, and that started after its client connected, is another.
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        if ended.poll(0) or (not exact and started > accepted * _TICKS):
+            raise AccessDeniedError(f"the client's process {pid} is gone")
+    except BaseException:
+        os.close(pidfd)
+        raise
+    return Peer(pid, uid, started, pidfd)
+
+
+class Member(Protocol):
+    """A connection, as far as its group needs it."""
+
+    def end(self) -> None:
+        """Close it at once."""
+        ...
+
+
+class Group:
+    """A client group: its processes, its connections, and what it holds of each space.
+
+    Attributes:
+        id: 16 bytes that its processes share.
+        uid: the user that they run as.
+        members: its open connections, and which client of the group each is.
+        ended: whether all its processes are gone; nothing is given to it any more.
+    """
+
+    def __init__(self, group_id: bytes, uid: int) -> None:
+        self.id = group_id
+        self.uid = uid
+        self.members: dict[Member, bytes] = {}
+        self.ended = False
+        self.pidfds: dict[tuple[int, int], int] = {}
+        self._claims: dict[bytes, dict[bytes, Claims]] = {}
+
+    def join(self, member: Member, client: bytes) -> None:
+        """A connection is made. One that the same client had before is ended: it came back by this one."""
+        if client != UNNAMED:
+            for other in [one for one, name in self.members.items() if name == client]:
+                other.end()
+        self.members[member] = client
+
+    def claims(self, space: HostSpace, client: bytes) -> Claims:
+        """What one of its clients holds of a space.
+
+        Raises:
+            ServiceUnavailableError: the group has ended.
+        """
+        if self.ended:
+            raise ServiceUnavailableError("the processes of this client group are gone")
+        clients = self._claims.setdefault(space.id, {})
+        claims = clients.get(client)
+        if claims is None:
+            claims = clients[client] = Claims(space)
+        return claims
+
+    def take_leases(
+        self, space: HostSpace, client: bytes, slots: Ids, generations: Generations
+    ) -> npt.NDArray[np.bool_]:
+        """One lease less on each of these that the group has, the client's own before another's: bool [n]."""
+        good = self.claims(space, client).take_leases(slots, generations)
+        for other in () if good.all() else self._others(space, client):
+            rest = np.flatnonzero(~np.isin(slots, slots[good]))
+            good[rest] = other.take_leases(slots[rest], generations[rest])
+        return good
+
+    def take_reservations(
+        self, space: HostSpace, client: bytes, slots: Ids, generations: Generations
+    ) -> npt.NDArray[np.bool_]:
+        """These are reserved no longer: bool [n] where the group had reserved them, whichever client."""
+        good = self.claims(space, client).take_reservations(slots, generations)
+        for other in () if good.all() else self._others(space, client):
+            rest = np.flatnonzero(~np.isin(slots, slots[good]))
+            good[rest] = other.take_reservations(slots[rest], generations[rest])
+        return good
+
+    def _others(self, space: HostSpace, client: bytes) -> list[Claims]:
+        return [claims for name, claims in self._claims[space.id].items() if name != client]
+
+    def _all(self) -> list[Claims]:
+        return [claims for clients in self._claims.values() for claims in clients.values()]
+
+    @property
+    def reserved(self) -> int:
+        """Slots that it has reserved."""
+        return sum(claims.reserved for claims in self._all())
+
+    @property
+    def leased(self) -> int:
+        """Leases that it holds."""
+        return sum(claims.leased for claims in self._all())
+
+    def take_all(self) -> list[HeldHandles]:
+        """End the group: what it held, to be given back."""
+        self.ended = True
+        claims, self._claims = self._all(), {}
+        return [one.take_all() for one in claims if one.leased or one.reserved]
+
+
+class Groups:
+    """All client groups. Used from the loop's thread only.
+
+    Args:
+        loop: tells when a process is gone.
+        give_back: is called with what a group held when it has ended.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, give_back: Callable[[Sequence[HeldHandles]], None]
+    ) -> None:
+        self._loop = loop
+        self._give_back = give_back
+        self._groups: dict[bytes, Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def reserved(self) -> int:
+        """Slots that are reserved by any group."""
+        return sum(group.reserved for group in self._groups.values())
+
+    @property
+    def leased(self) -> int:
+        """Leases of all groups."""
+        return sum(group.leased for group in self._groups.values())
+
+    def attach(self, group_id: bytes, peer: Peer) -> Group:
+        """A process is of this group from now on. Takes the peer's descriptor.
+
+        Raises:
+            AccessDeniedError: the group is another user's.
+        """
+        group = self._groups.get(group_id)
+        if group is not None and group.uid != peer.uid:
+            os.close(peer.pidfd)
+            raise AccessDeniedError("the client group is another user's")
+        if group is None:
+            group = self._groups[group_id] = Group(group_id, peer.uid)
+        name = (peer.pid, peer.started)
+        if name in group.pidfds:
+            os.close(peer.pidfd)
+        else:
+            group.pidfds[name] = peer.pidfd
+            self._loop.add_reader(peer.pidfd, self._gone, group, name)
+        return group
+
+    def leave(self, group: Group, member: Member) -> None:
+        """A connection is closed. The group stays as long as it holds something."""
+        group.members.pop(member, None)
+        self.drop_if_idle(group)
+
+    def drop_if_idle(self, group: Group) -> None:
+        """Forget a group that has no connection and holds nothing."""
+        if not group.members and not group.ended and not group.reserved and not group.leased:
+            self._end(group)
+
+    def close(self) -> None:
+        """Watch no process any more. What groups hold stays held."""
+        for group in self._groups.values():
+            self._unwatch(group)
+
+    def _gone(self, group: Group, name: tuple[int, int]) -> None:
+        pidfd = group.pidfds.pop(name)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        if not group.pidfds:
+            self._end(group)
+
+    def _end(self, group: Group) -> None:
+        del self._groups[group.id]
+        held = group.take_all()
+        self._unwatch(group)
+        for member in tuple(group.members):
+            member.end()
+        if held:
+            self._give_back(held)
+
+    def _unwatch(self, group: Group) -> None:
+        for pidfd in group.pidfds.values():
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+        group.pidfds.clear()

@@ -1,0 +1,168 @@
+"""``kvpager serve``: the sidecar, one pool of host memory and a cold tier for every engine of this machine.
+
+It needs no GPU and holds none. SIGTERM and Ctrl-C stop it: outstanding commits are waited for and blocks are
+written to the cold tier, within --drain seconds; a second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from ..kvstore.host import HostStore
+from ..tiers.cold_url import open_cold_tier
+from ..tiers.errors import ConfigError
+from ..tiers.memory import format_bytes, memory_headroom
+from ..tiers.settings import MOST_BYTES, expect_integer, expect_seconds
+from .listening import default_socket_path
+from .sidecar import Sidecar
+
+__all__ = ["add_parser", "parse_bytes"]
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.ASCII | re.IGNORECASE)
+_UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_HOST_SHARE: Final = 4
+_MOST_DRAIN: Final = 86400.0
+_MOST_UID: Final = (1 << 32) - 2
+
+
+def parse_bytes(setting: str, text: str) -> int:
+    """Bytes that a size like ``8G``, ``512M``, ``1.5GiB`` or ``4096`` means; units are powers of 1024.
+
+    Raises:
+        ConfigError: it is none; the error names the setting.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(setting, f"must be a size like 8G, 512M or 1.5G, got {text[:40]!r}")
+    number, unit = found.groups()
+    try:
+        count = (
+            int(float(number) * (1 << _UNITS[unit.upper()]))
+            if "." in number
+            else (int(number) << _UNITS[unit.upper()])
+        )
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(setting, f"must be a size like 8G, 512M or 1.5G, got {text[:40]!r}") from error
+    return expect_integer(setting, count, 1, MOST_BYTES)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's subcommands."""
+    parser = commands.add_parser(
+        "serve",
+        help="the sidecar: one pool of host memory and a cold tier for the engines of this machine",
+        description=inspect.cleandoc(__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--socket",
+        metavar="PATH",
+        help="where to listen (default: kvpager/sidecar.sock in $XDG_RUNTIME_DIR or /run/user/UID, "
+        "or /tmp/kvpager-UID/sidecar.sock)",
+    )
+    parser.add_argument(
+        "--host-bytes", metavar="SIZE", help="host memory, as 8G or 512M (default: a quarter of what is free)"
+    )
+    parser.add_argument(
+        "--cold", metavar="URL", help="the cold tier: redis://..., unix://..., disk:///folder (default: none)"
+    )
+    parser.add_argument("--cold-bytes", metavar="SIZE", help="most bytes of a cold tier on disk")
+    parser.add_argument(
+        "--allow-uid",
+        metavar="N",
+        type=int,
+        action="append",
+        default=[],
+        help="another user who may connect; may be given several times",
+    )
+    parser.add_argument(
+        "--drain",
+        metavar="SECONDS",
+        type=float,
+        default=30.0,
+        help="for commits and writes to the cold tier when it is stopped (default: %(default)s)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="say nothing unless something is wrong")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    drain = expect_seconds("--drain", options.drain, _MOST_DRAIN)
+    uids = [expect_integer("--allow-uid", uid, 0, _MOST_UID) for uid in options.allow_uid]
+    if options.host_bytes is None:
+        host_bytes = max(1 << 20, memory_headroom().usable_bytes // _HOST_SHARE)
+    else:
+        host_bytes = parse_bytes("--host-bytes", options.host_bytes)
+    cold_bytes = None if options.cold_bytes is None else parse_bytes("--cold-bytes", options.cold_bytes)
+    if cold_bytes is not None and options.cold is None:
+        raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
+    path = default_socket_path(make=True) if options.socket is None else options.socket
+
+    def say(text: str) -> None:
+        if not options.quiet:
+            print(f"kvpager serve: {text}", file=sys.stderr, flush=True)
+
+    with ExitStack() as stack:
+        cold = None
+        if options.cold is not None:
+            cold = open_cold_tier(options.cold, capacity_bytes=cold_bytes)
+            stack.callback(cold.close)
+        host = HostStore(host_bytes, cold=cold)
+        stack.callback(host.close)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(host, path, uids, drain, say))
+        # Whoever still waits in a thread is woken by the store's end.
+    say("stopped")
+    return 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed: it has more requests through on the same core."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return factory
+
+
+async def _serve(
+    host: HostStore, path: str | os.PathLike[str], uids: list[int], drain: float, say: Callable[[str], None]
+) -> None:
+    loop = asyncio.get_running_loop()
+    sidecar = Sidecar(host, path, allow_uids=uids)
+    asked = asyncio.Event()
+
+    def hear(number: signal.Signals) -> None:
+        if asked.is_set():
+            sidecar.remove_socket()
+            os._exit(128 + number)
+        say(f"{number.name}: stopping, in {drain:g} seconds at most; once more ends it at once")
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, partial(hear, number))
+    await sidecar.start()
+    capacity = format_bytes(host.arena.capacity_bytes)
+    say(f"listening on {Path(path).absolute()}, {capacity} of host memory{_cold_words(host)}")
+    await asked.wait()
+    if sidecar.reserved:
+        say(f"waiting for commits of {sidecar.reserved} blocks")
+    left = await sidecar.close(drain)
+    if left:
+        say(f"{left} blocks are not in the cold tier")
+
+
+def _cold_words(host: HostStore) -> str:
+    return "" if host.cold is None else ", and a cold tier"

@@ -1,0 +1,356 @@
+"""Clients that flood, do not read, or send anything at all: they harm themselves alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kvpager.api.connection import Limits
+from kvpager.api.messages import (
+    Abort,
+    Commit,
+    Count,
+    Done,
+    Event,
+    Evict,
+    Flush,
+    Get,
+    GetNote,
+    GetStats,
+    Leased,
+    LeaseSlots,
+    Load,
+    Marks,
+    Match,
+    Pin,
+    Put,
+    PutNote,
+    Reassert,
+    Release,
+    Reserve,
+    Reserved,
+    Stats,
+    Subscribe,
+)
+from kvpager.api.wire import Failure, Notice, Reply, Request, encode
+from kvpager.kvstore.handles import ReserveStatus
+from kvpager.kvstore.host import HostStore
+from kvpager.tests.raw_client import (
+    ARENA,
+    LAYOUT,
+    RawClient,
+    Running,
+    counts,
+    hello,
+    names,
+    open_space,
+    store,
+)
+from kvpager.tiers.cold_disk import DiskColdTier
+from kvpager.tiers.errors import (
+    KVPagerError,
+    ProtocolError,
+)
+
+SIZE = LAYOUT.block_bytes
+OTHER = b"o" * 16
+
+NEW, PRESENT, PENDING, DENIED = (int(one) for one in ReserveStatus)
+
+
+@pytest.fixture
+def host() -> Iterator[HostStore]:
+    with HostStore(ARENA, extent_bytes=1 << 20) as store:
+        store.arena.wait_ready()
+        yield store
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sidecar.sock"
+
+
+@pytest.fixture
+def running(host: HostStore, path: Path) -> Iterator[Running]:
+    with Running(path, host) as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[RawClient]:
+    with RawClient(running.path) as made:
+        yield made
+
+
+# Clients that take more than their part
+
+
+def test_a_client_that_never_reads_slows_itself_alone(running: Running, client: RawClient) -> None:
+    client.open()
+    with RawClient(running.path, OTHER) as greedy:
+        greedy.open()
+        greedy.socket.settimeout(0.5)
+        sent = 0
+        request = encode(Request(1, GetStats())) * 100
+        try:
+            while sent < 1_000_000:
+                greedy.socket.sendall(request)
+                sent += 100
+        except TimeoutError:
+            pass  # it is not read from any more
+        assert 100 < sent < 200_000
+        worst = 0.0
+        for _ in range(200):
+            began = time.monotonic()
+            client.call(Match(0, names(0, 3), 0.0), Leased)
+            worst = max(worst, time.monotonic() - began)
+        assert worst < 0.5
+        # Once it reads, it goes on.
+        greedy.socket.settimeout(30)
+        for _ in range(1000):
+            assert isinstance(greedy.receive(), Reply)
+
+
+def test_a_flood_of_requests_leaves_others_their_turn(running: Running, client: RawClient) -> None:
+    client.open()
+    stop = threading.Event()
+
+    def flood() -> None:
+        with RawClient(running.path, OTHER) as greedy:
+            greedy.open()
+            request = encode(Request(1, Match(0, names(0, 500), 0.0))) * 50
+            while not stop.is_set():
+                greedy.socket.sendall(request)
+                for _ in range(50):
+                    greedy.receive()
+
+    threads = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        taken = []
+        for _ in range(100):
+            began = time.monotonic()
+            client.call(Match(0, names(0, 3), 0.0), Leased)
+            taken.append(time.monotonic() - began)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert sorted(taken)[50] < 0.1
+    assert max(taken) < 2.0
+
+
+def test_requests_that_wait_are_bounded_and_the_clients_quick_ones_go_on(tmp_path: Path, path: Path) -> None:
+    cold = DiskColdTier(tmp_path / "cold", capacity_bytes=64 << 20)
+    limits = Limits(requests=8, waiting=2)
+    with (
+        HostStore(ARENA, cold=cold, clean_ahead=0.0) as host,
+        Running(path, host, limits=limits) as running,
+        RawClient(path, client=b"c" * 16) as client,
+        RawClient(path, OTHER) as other,
+    ):
+        space = client.open()
+        other.open()
+        host.arena.wait_ready()
+        capacity = host.space(LAYOUT).capacity
+        granted = client.call(Reserve(space, names(0, capacity), 0.0), Reserved)
+        client.call(Commit(space, granted.slots, granted.generations), Done)
+        leases = client.call(Match(space, names(0, capacity - 1), 0.0), Leased)
+        # One block could go once it is below, but nothing is written there: these wait.
+        host._shared._cold_retry_at = time.monotonic() + 3600
+        waiting = [client.send(Reserve(space, names(capacity + at * 2, 2), 0.3)) for at in range(7)]
+        quick = client.send(GetStats())
+        frame = client.receive()
+        assert isinstance(frame, Reply)
+        assert frame.id == quick
+        assert other.call(GetStats(), Stats).values["sidecar"]["reserved"] == 0
+        # At its bound of requests it is not read from; others are.
+        waiting += [client.send(Reserve(space, names(capacity + at * 2, 2), 0.3)) for at in range(7, 12)]
+        late = client.send(Release(space, leases.slots, leases.generations))
+        time.sleep(0.2)
+        assert other.call(GetStats(), Stats).values["sidecar"]["leased"] == capacity - 1
+        got = [client.receive() for _ in range(len(waiting) + 1)]
+        assert sorted(one.id for one in got if isinstance(one, Reply)) == [*waiting, late]
+        assert running.sidecar.groups == 2
+
+
+def test_a_request_with_the_number_of_one_under_way_ends_the_connection(tmp_path: Path, path: Path) -> None:
+    cold = DiskColdTier(tmp_path / "cold", capacity_bytes=64 << 20)
+    with HostStore(ARENA, cold=cold) as host, Running(path, host), RawClient(path) as client:
+        client.open()
+        client.socket.sendall(encode(Request(5, GetNote(0, b"x", 5.0))) * 2)
+        frame = client.receive()
+        assert isinstance(frame, Failure)
+        assert (frame.id, str(frame.error)) == (5, "request 5 is under way already")
+
+
+# Events
+
+
+def test_who_subscribes_is_told_what_happens(running: Running, client: RawClient) -> None:
+    space = running.host.space(LAYOUT)
+    with RawClient(running.path, OTHER) as watching:
+        watching.call(Subscribe(True), Done)
+        client.open()
+        store(client, 0, 0, 2)
+        client.call(Evict(0, 2), Count)
+        for kind, hashes in (("stored", names(0, 2)), ("removed", None)):
+            frame = watching.receive()
+            assert isinstance(frame, Notice)
+            assert isinstance(frame.message, Event)
+            assert (frame.message.kind, frame.message.tier, frame.message.space) == (kind, "host", space.id)
+            assert hashes is None or frame.message.hashes == hashes
+            assert frame.message.lost == 0
+        watching.call(Subscribe(False), Done)
+        store(client, 0, 10, 2)
+        assert isinstance(watching.call(GetStats()), Stats)
+
+
+def test_who_does_not_take_events_is_told_how_many_were_lost(running: Running, client: RawClient) -> None:
+    client.open()
+    with RawClient(running.path, OTHER) as slow:
+        slow.call(Subscribe(True), Done)
+        told = 0
+        while not counts(client)["events_lost"]:
+            store(client, 0, 0, 1000)
+            client.call(Evict(0, 1000), Count)
+            told += 2
+            assert told < 10_000
+        lost = counts(client)["events_lost"]
+        seen = 0
+        while seen + lost < told:
+            frame = slow.receive()
+            assert isinstance(frame, Notice)
+            assert isinstance(frame.message, Event)
+            seen += 1
+        store(client, 0, 0, 1)
+        frame = slow.receive()
+        assert isinstance(frame, Notice)
+        assert isinstance(frame.message, Event)
+        assert frame.message.lost == lost
+
+
+# Hostile input
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("<I", 0xFFFFFFFF),
+        struct.pack("<I", 4) + b"\xc1\xc1\xc1\xc1",
+        struct.pack("<I", 0),
+        encode(Reply(1, Done())),
+        encode(Failure(1, KVPagerError("x"))),
+        encode(Notice(Done())),
+        encode(Request(1, Done())),
+        encode(Request(1, hello())),
+        encode(Request(1, GetStats()))[:-1] + b"\x91",
+    ],
+)
+def test_what_is_no_request_ends_that_connection_with_a_reason(
+    running: Running, client: RawClient, data: bytes
+) -> None:
+    with RawClient(running.path, OTHER) as wrong:
+        wrong.socket.sendall(data)
+        frame = wrong.receive()
+        assert isinstance(frame, Failure)
+        assert isinstance(frame.error, ProtocolError)
+        with pytest.raises((EOFError, ConnectionResetError)):
+            wrong.receive()
+    assert client.open() == 0
+    assert counts(client)["protocol_errors"] == 1
+
+
+def mutated(frame: bytes, chance: random.Random) -> bytes:
+    """A frame of which now and then bytes are others, lost, doubled or added."""
+    changed = bytearray(frame)
+    for _ in range(chance.choice((0, 0, 1, 1, 4))):
+        at = chance.randrange(len(changed))
+        some = chance.randrange(1, 9)
+        how = chance.randrange(4)
+        if how == 0:
+            changed[at] = chance.randrange(256)
+        elif how == 1 and len(changed) > 16:
+            del changed[at : at + some]
+        elif how == 2:
+            changed[at:at] = changed[at : at + some]
+        else:
+            changed[at:at] = chance.randbytes(some)
+    return bytes(changed)
+
+
+def fuzz(running: Running, client: RawClient, frames: int) -> None:
+    """Frames with bytes changed, lost, doubled and swapped, and requests with arguments of any kind."""
+    chance = random.Random(4)
+    client.open()
+    kept = store(client, 0, 1 << 40, 32)
+    leased = client.call(Match(0, names(1 << 40, 32), 0.0), Leased)
+    requests = [
+        open_space(),
+        Match(0, names(0, 3), 0.0),
+        Load(0, names(0, 3), 0.0),
+        LeaseSlots(0, leased.slots, leased.generations),
+        Release(0, leased.slots, leased.generations),
+        Reserve(0, names(0, 3), 0.0),
+        Commit(0, kept.slots, kept.generations),
+        Abort(0, kept.slots, kept.generations),
+        Evict(0, 3),
+        Get(0, names(0, 3)),
+        Put(0, names(0, 1), bytes(SIZE), 0.0),
+        PutNote(0, b"a", b"b", 0.0),
+        Subscribe(True),
+        GetStats(),
+        Flush(0.0),
+        Pin(0, names(0, 1)),
+        Reassert(0, leased.slots, leased.generations, np.ones(32, np.int32)),
+    ]
+    done = 0
+    while done < frames:
+        with RawClient(running.path, OTHER) as hostile:
+            hostile.socket.settimeout(20)
+            hostile.open()
+            try:
+                while True:
+                    done += 1
+                    body = mutated(
+                        encode(Request(chance.randrange(1 << 16), chance.choice(requests)))[4:], chance
+                    )
+                    hostile.socket.sendall(struct.pack("<I", len(body)) + body)
+                    while isinstance(hostile.receive(), Notice):
+                        pass
+            except (EOFError, ConnectionResetError, BrokenPipeError):
+                pass  # refused
+        with RawClient(running.path, OTHER) as hostile, suppress(ConnectionResetError, BrokenPipeError):
+            done += 1
+            hostile.socket.sendall(mutated(encode(Request(1, chance.choice(requests))) * 3, chance))
+            hostile.socket.shutdown(socket.SHUT_WR)
+            while hostile.socket.recv(1 << 16):
+                pass
+    # Nobody else noticed.
+    assert client.call(LeaseSlots(0, kept.slots, kept.generations), Marks).flags.all()
+    client.call(Release(0, kept.slots, kept.generations), Done)
+    client.call(Release(0, leased.slots, leased.generations), Done)
+    running.host.check_integrity()
+
+
+def test_mutated_frames_harm_nobody(running: Running, client: RawClient) -> None:
+    fuzz(running, client, 2_000)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_very_many_mutated_frames_harm_nobody_and_nothing_grows(running: Running, client: RawClient) -> None:
+    fuzz(running, client, 5_000)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    fuzz(running, client, 100_000)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
