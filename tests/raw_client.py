@@ -91,13 +91,21 @@ class RawClient:
     ) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(30)
-        self.socket.connect(str(path))
+        try:
+            self.socket.connect(str(path))
+        except OSError:
+            self.socket.close()
+            raise
         self._reader = FrameReader()
         self._frames: list[Frame] = []
         self._next = 0
         self.descriptor: int | None = None
         if greet:
-            self.welcome = self.greet(hello(group, client))
+            try:
+                self.welcome = self.greet(hello(group, client))
+            except BaseException:
+                self.close()
+                raise
 
     def greet(self, message: Message) -> Welcome:
         """The handshake; takes the descriptor that comes with the reply."""

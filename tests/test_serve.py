@@ -1,0 +1,260 @@
+"""`kvpager serve`: sizes and settings, what it says, how it stops, and that it needs no torch and no GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvpager.api.cli import main
+from kvpager.api.messages import Commit, Leased, Load, Match, Put, Reserve
+from kvpager.api.serve import parse_bytes
+from kvpager.tests.raw_client import LAYOUT, RawClient, names, store
+from kvpager.tiers.errors import ConfigError, ServiceUnavailableError
+
+SIZE = LAYOUT.block_bytes
+
+
+class Serve:
+    """The command in a process of its own."""
+
+    def __init__(
+        self, path: Path, *arguments: str, program: tuple[str, ...] = ("-m", "kvpager.api.cli")
+    ) -> None:
+        self.path = path
+        self.process = subprocess.Popen(
+            [sys.executable, *program, "serve", "--socket", str(path), "--host-bytes", "16M", *arguments],
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def connect(self, group: bytes = b"g" * 16) -> RawClient:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                return RawClient(self.path, group)
+            except (FileNotFoundError, ConnectionRefusedError):
+                assert self.process.poll() is None, self.process.communicate()
+                assert time.monotonic() < until
+                time.sleep(0.02)
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Its exit code, and what it said on stderr; nothing is said on stdout."""
+        self.process.send_signal(number)
+        out, errors = self.process.communicate(timeout=60)
+        assert out == ""
+        return self.process.returncode, errors
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "sidecar.sock"
+
+
+@pytest.fixture
+def started(path: Path) -> Iterator[list[Serve]]:
+    """Commands that a test started; none is left."""
+    path.parent.mkdir()
+    made: list[Serve] = []
+    yield made
+    for one in made:
+        one.process.kill()
+        one.process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4096", 4096),
+        ("8G", 8 << 30),
+        ("512M", 512 << 20),
+        ("1.5g", 3 << 29),
+        ("2KiB", 2048),
+        ("1 TB", 1 << 40),
+        (" 64k ", 65536),
+    ],
+)
+def test_sizes_are_read(text: str, count: int) -> None:
+    assert parse_bytes("--host-bytes", text) == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "G", "eight", "-1G", "0", "1.2.3G", "8X", "8 G G", "nan", "9" * 5000, "1e9"]
+)
+def test_what_is_no_size_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="--host-bytes: must be ") as refused:
+        parse_bytes("--host-bytes", text)
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host-bytes", "much"], "--host-bytes: must be a size like 8G"),
+        (["--host-bytes", "1"], "host_bytes: must be at least one page"),
+        (["--host-bytes", "9000T"], "host_bytes: an arena of 9000.0 TiB was asked for"),
+        (["--host-bytes", "16M", "--drain", "-1"], "--drain: must be a finite number"),
+        (["--host-bytes", "16M", "--drain", "nan"], "--drain: must be a finite number"),
+        (["--host-bytes", "16M", "--allow-uid", "-1"], "--allow-uid: must be an integer"),
+        (["--host-bytes", "16M", "--cold", "gopher://x"], "cold.url: "),
+        (["--host-bytes", "16M", "--cold", "disk:///nowhere"], "cold.capacity_bytes: "),
+        (["--host-bytes", "16M", "--cold-bytes", "1G"], "--cold-bytes: is for a cold tier"),
+        (
+            ["--host-bytes", "16M", "--socket", "/no/such/folder/socket"],
+            "socket: /no/such/folder/socket.lock",
+        ),
+        (["--host-bytes", "16M", "--socket", ""], "socket: must be a path"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_in_one_line(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--socket" not in arguments:
+        arguments = [*arguments, "--socket", str(tmp_path / "socket")]
+    assert main(["serve", *arguments]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"kvpager serve: {said}")
+    assert shown.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_serves_until_it_is_asked_to_stop_and_keeps_what_it_had(
+    started: list[Serve], path: Path, tmp_path: Path
+) -> None:
+    cold = "--cold", f"disk://{tmp_path}/cold", "--cold-bytes", "64M"
+    first = Serve(path, *cold)
+    started.append(first)
+    with first.connect() as client:
+        client.open()
+        assert client.call(Put(0, names(0, 8), bytes(range(8)) * SIZE, 5.0)).count == 8
+    code, errors = first.stop()
+    assert code == 0
+    assert errors.splitlines() == [
+        f"kvpager serve: listening on {path}, 16.0 MiB of host memory, and a cold tier",
+        "kvpager serve: SIGTERM: stopping, in 30 seconds at most; once more ends it at once",
+        "kvpager serve: stopped",
+    ]
+    assert list(path.parent.iterdir()) == []
+    second = Serve(path, *cold, "--quiet")
+    started.append(second)
+    with second.connect() as client:
+        assert client.open() == 0
+        assert len(client.call(Load(0, names(0, 9), 20.0), Leased).slots) == 8
+    assert second.stop(signal.SIGINT) == (0, "")
+
+
+def test_it_waits_for_commits_and_then_gives_up(started: list[Serve], path: Path) -> None:
+    serve = Serve(path, "--drain", "4")
+    started.append(serve)
+    with serve.connect() as client:
+        client.open()
+        granted = client.call(Reserve(0, names(0, 3), 5.0))
+        serve.process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + 20
+        while True:
+            try:
+                client.call(Reserve(0, names(9, 1), 0.0))
+            except ServiceUnavailableError:
+                break
+            assert time.monotonic() < until
+        client.call(Commit(0, granted.slots[:1], granted.generations[:1]))
+        out, errors = serve.process.communicate(timeout=30)
+    assert (serve.process.returncode, out) == (0, "")
+    assert "waiting for commits of" in errors
+
+
+def test_a_second_signal_ends_it_at_once(started: list[Serve], path: Path) -> None:
+    serve = Serve(path, "--drain", "600")
+    started.append(serve)
+    with serve.connect() as client:
+        client.open()
+        client.call(Reserve(0, names(0, 3), 5.0))
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.process.stderr is not None
+        while "stopping" not in serve.process.stderr.readline():
+            pass
+        began = time.monotonic()
+        assert serve.stop()[0] == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 20
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_second_one_on_the_same_socket_is_refused_and_a_killed_ones_place_is_taken(
+    started: list[Serve], path: Path
+) -> None:
+    first = Serve(path)
+    started.append(first)
+    with first.connect() as client:
+        second = Serve(path)
+        started.append(second)
+        _, errors = second.process.communicate(timeout=60)
+        assert second.process.returncode == 1
+        assert errors == f"kvpager serve: socket: another sidecar listens on {path}\n"
+        assert client.open() == 0
+        boot = client.welcome.boot_id
+    first.process.kill()
+    first.process.communicate()
+    assert path.exists()
+    third = Serve(path, "--quiet")
+    started.append(third)
+    with third.connect() as client:
+        assert client.welcome.boot_id != boot
+    assert third.stop() == (0, "")
+
+
+WATCHED = """
+import sys
+
+seen = []
+
+def hook(event, arguments):
+    if event == "import" and arguments[0].partition(".")[0] in ("torch", "cuda", "cupy", "transformers"):
+        seen.append(arguments[0])
+    if event in ("ctypes.dlopen", "open") and "cuda" in str(arguments[0]):
+        seen.append(str(arguments[0]))
+
+sys.addaudithook(hook)
+from kvpager.api.cli import main
+
+code = main(sys.argv[1:])
+print(seen, "torch" in sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def test_it_imports_no_torch_and_opens_no_cuda(started: list[Serve], path: Path) -> None:
+    serve = Serve(path, "--quiet", program=("-c", WATCHED))
+    started.append(serve)
+    with serve.connect() as client:
+        client.open()
+        client.call(Put(0, names(10, 100), bytes(100 * SIZE), 5.0))
+        store(client, 0, 0, 3)
+        client.call(Match(0, names(0, 3), 0.0), Leased)
+        maps = Path(f"/proc/{serve.process.pid}/maps").read_text()
+        assert "numpy" in maps
+        assert "torch" not in maps
+        assert "libcuda" not in maps
+    assert serve.stop() == (0, "[] False\n")
+
+
+def test_the_watch_would_see_torch_and_cuda() -> None:
+    program = WATCHED.replace(
+        "code = main(sys.argv[1:])",
+        "import importlib.util, ctypes\n"
+        "try:\n    ctypes.CDLL('libcuda.so.1')\nexcept OSError:\n    pass\n"
+        "try:\n    import torch.nothing\nexcept ImportError:\n    pass\n"
+        "code = 0",
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "'libcuda.so.1'" in done.stderr
+    assert "'torch" in done.stderr
