@@ -1,0 +1,132 @@
+"""Frames of the wire protocol with their bytes, for whoever writes a client in another language.
+
+``python -m kvpager.tests.wire_frames`` writes them to ``tests/data/wire_frames.json``. A file that changes
+there where nothing was added means that old clients are no longer understood.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvpager.api import messages
+from kvpager.api.messages import Message
+from kvpager.api.wire import Failure, Frame, Notice, Reply, Request, encode
+from kvpager.tiers import errors
+from kvpager.tiers.errors import KVPagerError
+
+__all__ = ["MESSAGES", "PATH", "error_of_each_class", "frames", "written"]
+
+PATH = Path(__file__).parent / "data" / "wire_frames.json"
+
+MESSAGES: tuple[type[Message], ...] = tuple(
+    sorted(
+        (
+            one
+            for one in (getattr(messages, name) for name in messages.__all__)
+            if isinstance(one, type) and issubclass(one, Message) and one is not Message
+        ),
+        key=lambda kind: kind.TAG,
+    )
+)
+"""Every message, by its tag."""
+
+
+def error_of_each_class() -> list[KVPagerError]:
+    made: list[KVPagerError] = []
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        made.append(kind("host_bytes", "is zero") if name == "ConfigError" else kind(f"what {name} says"))
+    return made
+
+
+def _hash(number: int) -> bytes:
+    return bytes(range(number, number + 16))
+
+
+def frames() -> dict[str, Frame]:
+    """One frame of every message and of every error, by name."""
+    slots = np.array([0, 7, 2**31 - 1], np.int32)
+    generations = np.array([1, 2, 2**63 - 1], np.int64)
+    hashes = (_hash(0), _hash(100))
+    layout = (32, 8, 128, 16, "float16", "swizzled", 2, 0, 0)
+    m = messages
+    made: dict[str, Frame] = {
+        "hello": Request(0, m.Hello("kvpager", 1, 1, _hash(16), 4242, "", "engine 0", client=_hash(32))),
+        "welcome": Reply(0, m.Welcome(1, _hash(48), 8 << 30, 256 << 20, 64 << 20)),
+        "done": Reply(1, m.Done()),
+        "count": Reply(127, m.Count(300)),
+        "open space": Request(128, m.OpenSpace(*layout, "tp0/2", "tenant é")),
+        "open a space with a window": Request(
+            129, m.OpenSpace(1, 1, 64, 16, "uint8", "opaque:x", 1, 4096, 8, "", "")
+        ),
+        "space opened": Reply(128, m.SpaceOpened(0, _hash(64), 128)),
+        "match": Request(2**31, m.Match(0, hashes, 0.0)),
+        "match nothing": Request(2**32, m.Match(0, (), 0.5)),
+        "leased": Reply(2**31, m.Leased(slots, generations, 4, loaded=1)),
+        "load": Request(2**63 - 1, m.Load(3, hashes, 0.25)),
+        "lease slots": Request(5, m.LeaseSlots(0, slots, generations)),
+        "marks": Reply(5, m.Marks(np.array([True, False, True]))),
+        "release": Request(6, m.Release(0, slots, generations)),
+        "reserve": Request(7, m.Reserve(0, hashes, 1.5)),
+        "reserved": Reply(7, m.Reserved(np.array([0, 1, 3], np.uint8), slots, generations)),
+        "commit": Request(8, m.Commit(0, slots, generations)),
+        "abort": Request(9, m.Abort(0, slots, generations)),
+        "pin": Request(10, m.Pin(0, hashes)),
+        "unpin": Request(11, m.Unpin(0, hashes)),
+        "evict": Request(12, m.Evict(0, 1000)),
+        "put note": Request(13, m.PutNote(0, b"name", b"\x00value\xff", 2.0)),
+        "get note": Request(14, m.GetNote(0, b"name", 2.0)),
+        "note": Reply(14, m.Note(True, b"\x00value\xff")),
+        "put": Request(15, m.Put(0, hashes, bytes(range(64)), 0.0)),
+        "get": Request(16, m.Get(0, hashes)),
+        "blocks": Reply(16, m.Blocks(bytes(range(64)))),
+        "get stats": Request(17, m.GetStats()),
+        "stats": Reply(17, m.Stats({"host": {"matched": 12, "missed": 0}, "share": 0.5, "name": "a"})),
+        "subscribe": Request(18, m.Subscribe(True)),
+        "event": Notice(m.Event("stored", "host", _hash(64), hashes, 0)),
+        "flush": Request(19, m.Flush(30.0)),
+        "reassert": Request(20, m.Reassert(0, slots, generations, np.array([1, 2, 0], np.int32))),
+    }
+    for number, error in enumerate(error_of_each_class()):
+        made[f"failure {type(error).__name__}"] = Failure(100 + number, error)
+    return made
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {"hex": value.hex()}
+    if isinstance(value, np.ndarray):
+        return value.astype(int).tolist()
+    if isinstance(value, tuple):
+        return [_shown(one) for one in value]
+    return value
+
+
+def written(frame: Frame) -> dict[str, Any]:
+    """A frame as the file has it: what it says, and its bytes, length included."""
+    data = {"bytes": encode(frame).hex()}
+    if isinstance(frame, Failure):
+        return {"kind": "failure", "id": frame.id, "error": type(frame.error).__name__, **data}
+    message = frame.message
+    return {
+        "kind": type(frame).__name__.lower(),
+        "id": 0 if isinstance(frame, Notice) else frame.id,
+        "message": type(message).__name__,
+        "tag": message.TAG,
+        "fields": {one.name: _shown(getattr(message, one.name)) for one in fields(message)},  # type: ignore[arg-type]
+        **data,
+    }
+
+
+def main() -> None:
+    PATH.parent.mkdir(exist_ok=True)
+    made = {name: written(frame) for name, frame in frames().items()}
+    PATH.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
