@@ -80,7 +80,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return bool(one.dtype == other.dtype and np.array_equal(one, other))
     if isinstance(one, KVPagerError):
-        return one.args == other.args and vars(one) == vars(other)
+        return bool(one.args == other.args and vars(one) == vars(other))
     if is_dataclass(one):
         return all(same(getattr(one, item.name), getattr(other, item.name)) for item in fields(one))
     return bool(one == other)

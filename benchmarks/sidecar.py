@@ -1,0 +1,248 @@
+"""The sidecar's round trips over its Unix socket, beside the same calls of a `HostStore` in one process.
+
+The sidecar runs in a process of its own; its clients are plain blocking sockets with `api/wire.py`, one a
+process, so that what is measured is the sidecar and not a client library.
+
+    python benchmarks/sidecar.py [--seconds N] [--clients N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from kvpager.api.messages import Abort, Commit, Evict, GetStats, Leased, Match, Release, Reserve, Reserved
+from kvpager.benchmarks.report import write_report
+from kvpager.kvstore.host import HostStore
+from kvpager.tests.raw_client import LAYOUT, RawClient, names
+
+RESIDENT: Final = 65_536
+"""Blocks of the longest prefix: 1M tokens of 16."""
+ARENA_BYTES: Final = 384 << 20
+
+Row = dict[str, Any]
+
+
+def spread(call: Callable[[], object], seconds: float) -> Row:
+    """Microseconds of a call, median and 99th percentile, over so many seconds after some that warm up."""
+    for _ in range(20):
+        call()
+    taken: list[float] = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(taken) < 20:
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return {
+        "calls": len(taken),
+        "median_us": float(np.median(taken)) * 1e6,
+        "p99_us": float(np.percentile(taken, 99)) * 1e6,
+    }
+
+
+def over_the_socket(path: Path, seconds: float) -> dict[str, Row]:
+    with RawClient(path) as client:
+        space = client.open()
+
+        def leased(hashes: tuple[bytes, ...]) -> Leased:
+            found: Leased = client.call(Match(space, hashes, 0.0), Leased)
+            if len(found.slots) != len(hashes):
+                raise SystemExit("a match missed")
+            return found
+
+        def match_and_release(hashes: tuple[bytes, ...]) -> Callable[[], None]:
+            def call() -> None:
+                found = leased(hashes)
+                client.call(Release(space, found.slots, found.generations))
+
+            return call
+
+        serial = 1 << 40
+
+        def write(count: int, end: type[Commit] | type[Abort]) -> Callable[[], None]:
+            def call() -> None:
+                nonlocal serial
+                serial += count
+                found = client.call(Reserve(space, names(serial, count), 0.0), Reserved)
+                if found.statuses.any():
+                    raise SystemExit("a reservation was denied")
+                client.call(end(space, found.slots, found.generations))
+
+            return call
+
+        miss = names(1 << 60, 64)
+        rows = {
+            "stats": spread(lambda: client.call(GetStats()), seconds),
+            "match of 64, a miss": spread(lambda: client.call(Match(space, miss, 0.0)), seconds),
+        }
+        for count in (64, 4096, RESIDENT):
+            rows[f"match and release of {count}"] = spread(match_and_release(names(0, count)), seconds)
+        # What is leased stays while the following ones make room for themselves.
+        held = leased(names(0, 4096))
+        rows["match of 4096, no release"] = spread(lambda: leased(names(0, 4096)), seconds)
+        rows["reserve and abort of 256"] = spread(write(256, Abort), seconds)
+        rows["reserve and commit of 256"] = spread(write(256, Commit), seconds)
+        client.call(Release(space, held.slots, held.generations))
+        return rows
+
+
+def in_one_process(seconds: float) -> dict[str, Row]:
+    """The same without a socket between."""
+    with HostStore(ARENA_BYTES) as host:
+        host.arena.wait_ready()
+        space = host.space(LAYOUT)
+        space.reserve(names(0, RESIDENT)).commit()
+        serial = 1 << 40
+
+        def write() -> None:
+            nonlocal serial
+            serial += 256
+            space.reserve(names(serial, 256)).commit()
+
+        rows = {}
+
+        def match_and_release(hashes: tuple[bytes, ...]) -> None:
+            space.match(hashes).release()
+
+        for count in (64, 4096, RESIDENT):
+            call = partial(match_and_release, names(0, count))
+            rows[f"match and release of {count}"] = spread(call, seconds)
+        return {**rows, "reserve and commit of 256": spread(write, seconds)}
+
+
+def client_process(path: str, number: int, seconds: float, barrier: Barrier, results: Any) -> None:
+    """One of several clients: matches and releases of 16 blocks, one call after the other."""
+    with RawClient(path, number.to_bytes(16, "big")) as client:
+        space = client.open()
+        hashes = names(number * 100, 16)
+        calls, taken = 0, []
+        barrier.wait()
+        until = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < until:
+            found = client.call(Match(space, hashes, 0.0))
+            taken.append(time.perf_counter() - began)
+            client.call(Release(space, found.slots, found.generations))
+            calls += 2
+        results.put((calls, float(np.median(taken)), float(np.percentile(taken, 99))))
+
+
+def pipelined(path: Path, seconds: float, depth: int = 64) -> Row:
+    """One client that has so many requests under way: what the sidecar has through when it never waits."""
+    with RawClient(path) as client:
+        space = client.open()
+        hashes = names(1 << 50, 16)
+        calls = 0
+        until = time.perf_counter() + seconds
+        began = time.perf_counter()
+        while time.perf_counter() < until:
+            for _ in range(depth):
+                client.send(Match(space, hashes, 0.0))
+            for _ in range(depth):
+                client.receive()
+            calls += depth
+        return {"calls_per_s": calls / (time.perf_counter() - began), "under_way": depth}
+
+
+def several(path: Path, clients: int, seconds: float) -> Row:
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(clients), context.Queue()
+    processes = [
+        context.Process(target=client_process, args=(str(path), number, seconds, barrier, results))
+        for number in range(clients)
+    ]
+    for process in processes:
+        process.start()
+    rows = [results.get(timeout=seconds + 120) for _ in processes]
+    for process in processes:
+        process.join()
+    return {
+        "clients": clients,
+        "calls_per_s": sum(row[0] for row in rows) / seconds,
+        "median_us": float(np.median([row[1] for row in rows])) * 1e6,
+        "p99_us": max(row[2] for row in rows) * 1e6,
+    }
+
+
+def start(path: Path) -> subprocess.Popen[bytes]:
+    settings = "--quiet", "--socket", str(path), "--host-bytes", str(ARENA_BYTES)
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvpager.api.cli", "serve", *settings],
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )
+
+
+def fill(path: Path) -> None:
+    """Wait for the sidecar and its memory, and make the prefix resident."""
+    until = time.monotonic() + 60
+    while not path.exists():
+        if time.monotonic() > until:
+            raise SystemExit("the sidecar did not start")
+        time.sleep(0.05)
+    with RawClient(path) as client:
+        space = client.open()
+        while client.call(GetStats()).values["arena"]["ready_bytes"] < ARENA_BYTES:
+            time.sleep(0.05)
+        found = client.call(Reserve(space, names(0, RESIDENT), 0.0), Reserved)
+        if found.statuses.any():
+            raise SystemExit("the arena is too small")
+        client.call(Commit(space, found.slots, found.generations))
+        client.call(Evict(space, 0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Round trips of the sidecar over its Unix socket")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each figure (default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=8, help="of the last figure (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write machine, versions and results to this file")
+    options = parser.parse_args()
+    alone = in_one_process(options.seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sidecar.sock"
+        serve = start(path)
+        try:
+            fill(path)
+            rows = over_the_socket(path, options.seconds)
+            many = [several(path, count, options.seconds) for count in (1, options.clients)]
+            never_waiting = pipelined(path, options.seconds)
+        finally:
+            serve.terminate()
+            serve.wait(30)
+    for name, row in rows.items():
+        beside = f"   in one process {alone[name]['median_us']:8.0f} us" if name in alone else ""
+        print(f"{name:28} median {row['median_us']:8.0f} us  p99 {row['p99_us']:8.0f} us{beside}")
+    for row in many:
+        print(
+            f"{row['clients']} clients, match and release of 16: {row['calls_per_s']:.0f} calls/s, "
+            f"median {row['median_us']:.0f} us, p99 {row['p99_us']:.0f} us"
+        )
+    depth, rate = never_waiting["under_way"], never_waiting["calls_per_s"]
+    print(f"one client, {depth} matches under way: {rate:.0f} calls/s")
+    loop = "uvloop" if importlib.util.find_spec("uvloop") is not None else "asyncio"
+    write_report(
+        options.json,
+        {
+            "loop": loop,
+            "socket": rows,
+            "one_process": alone,
+            "clients": many,
+            "pipelined": never_waiting,
+        },
+        "msgpack",
+        "uvloop",
+    )
+
+
+if __name__ == "__main__":
+    main()
