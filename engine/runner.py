@@ -43,7 +43,7 @@ class Runner:
         store: TieredStore,
         max_tokens: int,
         *,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool = False,
         padded: bool = False,
     ) -> None:
         self._model = model

@@ -64,7 +64,8 @@ def make_half(half: Case, made: list[LLM]) -> MakeLLM:
     """Makes engines on it whose decode steps are padded, and graphs on a GPU."""
 
     def make(**settings: object) -> LLM:
-        llm = run_padded(maker(half, made)(**({"block_size": HALF_SIZE} | settings)))
+        settings = {"block_size": HALF_SIZE, "cuda_graphs": True} | settings
+        llm = run_padded(maker(half, made)(**settings))
         if llm.host is not None:
             # What is not page-locked yet is not read in place.
             assert llm.host.arena.wait_ready(llm.host.arena.num_extents, timeout=60.0)
