@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .api.client import connect as connect
+    from .api.client_async import connect_async as connect_async
     from .kvstore.hashing import ChainIdentity as ChainIdentity
     from .kvstore.hashing import hash_blocks as hash_blocks
     from .kvstore.host import HostStore as HostStore
@@ -26,6 +28,8 @@ _HOMES = {
     "KVLayout": ".tiers.layout",
     "KVPagerError": ".tiers.errors",
     "TieredStore": ".kvstore.store",
+    "connect": ".api.client",
+    "connect_async": ".api.client_async",
     "hash_blocks": ".kvstore.hashing",
     "open_cold_tier": ".tiers.cold_url",
 }

@@ -16,15 +16,15 @@ from .handles import Lease, Reservation, ReserveStatus
 from .hashing import HASH_BYTES
 from .policy import Ids
 
-__all__ = ["SlotSpace"]
+__all__ = ["SlotPlaces", "SlotSpace"]
 
 _INT32: Final = np.dtype(np.int32)
 _INT64: Final = np.dtype(np.int64)
 _DENIED: Final = int(ReserveStatus.DENIED)
 
 
-class SlotSpace(ABC):
-    """One layout's slots in an arena that this process has mapped.
+class SlotPlaces(ABC):
+    """One layout's slots in an arena that this process has mapped: where they lie, and copying in and out.
 
     Slots are numbered by extent: slot ``s`` is the ``s % slots_per_extent``-th place of extent
     ``s // slots_per_extent``. Across processes slots travel as these numbers, never as addresses.
@@ -75,6 +75,74 @@ class SlotSpace(ABC):
         offset = extent * self._extent_bytes + place * self.layout.block_bytes
         return self._bytes(offset, self.layout.block_bytes)
 
+    def check_blocks(self, blocks: npt.NDArray[np.uint8], count: int) -> None:
+        """Refuse what is not uint8 [count or more, block_bytes], each row contiguous.
+
+        Raises:
+            LayoutError: `blocks` has another shape.
+        """
+        self._check_shape("blocks", blocks, count)
+
+    def check_out(self, out: npt.NDArray[np.uint8], count: int) -> None:
+        """Refuse what blocks cannot be copied to: as `check_blocks`, and writable, no row over another.
+
+        Raises:
+            LayoutError: `out` has another shape, or cannot be written.
+        """
+        self._check_shape("out", out, count)
+        if not out.flags.writeable or (len(out) > 1 and abs(out.strides[0]) < self.layout.block_bytes):
+            raise LayoutError("out must be writable, and its rows must not lie over each other")
+
+    def write_blocks(self, reservation: Reservation, blocks: npt.NDArray[np.uint8]) -> int:
+        """Copy blocks, one for each hash of a reservation, into its new slots.
+
+        Returns:
+            how many of the hashes were not denied.
+        """
+        new = reservation.new
+        if len(new):
+            source = blocks.ctypes.data + new * blocks.strides[0]
+            self._copy(source, self.addresses(reservation.slots[new]))
+        return int(np.count_nonzero(reservation.status != _DENIED))
+
+    def read_blocks(self, lease: Lease, out: npt.NDArray[np.uint8]) -> int:
+        """Copy leased blocks to the first rows of `out`; returns how many."""
+        if len(lease):
+            target = out.ctypes.data + np.arange(len(lease)) * out.strides[0]
+            self._copy(self.addresses(lease.slots), target)
+        return len(lease)
+
+    # What the kinds of spaces differ in
+
+    @abstractmethod
+    def _base(self) -> int:
+        """Address of the arena in this process. Raises `ClosedError` where it is closed."""
+
+    @abstractmethod
+    def _bytes(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the arena, writable."""
+
+    @abstractmethod
+    def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
+        """Copy blocks between addresses of this process, int64 [n]."""
+
+    def _check_shape(self, what: str, blocks: npt.NDArray[np.uint8], count: int) -> None:
+        size = self.layout.block_bytes
+        if (
+            not isinstance(blocks, np.ndarray)
+            or blocks.dtype != np.uint8
+            or blocks.ndim != 2
+            or blocks.shape[0] < count
+            or blocks.shape[1] != size
+            or blocks.strides[1] != 1
+        ):
+            got = f"{blocks.dtype} {list(blocks.shape)}" if isinstance(blocks, np.ndarray) else shown(blocks)
+            raise LayoutError(f"{what} must be uint8 [{count}, {size}] with contiguous rows, got {got}")
+
+
+class SlotSpace(SlotPlaces):
+    """`SlotPlaces` with the calls that copy blocks in and out by their names."""
+
     def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
         """Copy blocks in.
 
@@ -90,14 +158,11 @@ class SlotSpace(ABC):
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         wait = expect_seconds("wait", wait)
-        self._check_blocks("blocks", blocks, len(hashes))
+        self.check_blocks(blocks, len(hashes))
         with self.reserve_named(hashes, wait=wait) as reservation:
-            new = reservation.new
-            if len(new):
-                source = blocks.ctypes.data + new * blocks.strides[0]
-                self._copy(source, self.addresses(reservation.slots[new]))
+            kept = self.write_blocks(reservation, blocks)
             reservation.commit()
-            return int(np.count_nonzero(reservation.status != _DENIED))
+            return kept
 
     def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
         """Copy the leading resident blocks out.
@@ -112,16 +177,9 @@ class SlotSpace(ABC):
             LayoutError: `out` has another shape, or cannot be written.
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        self._check_blocks("out", out, len(hashes))
-        if not out.flags.writeable or (len(out) > 1 and abs(out.strides[0]) < self.layout.block_bytes):
-            raise LayoutError("out must be writable, and its rows must not lie over each other")
+        self.check_out(out, len(hashes))
         with self.match(hashes) as lease:
-            if len(lease):
-                target = out.ctypes.data + np.arange(len(lease)) * out.strides[0]
-                self._copy(self.addresses(lease.slots), target)
-            return len(lease)
-
-    # What the kinds of spaces differ in
+            return self.read_blocks(lease, out)
 
     @abstractmethod
     def match(self, hashes: Sequence[bytes] | None = None) -> Lease:
@@ -130,28 +188,3 @@ class SlotSpace(ABC):
     @abstractmethod
     def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
         """Slots to write blocks into; the arguments are trusted."""
-
-    @abstractmethod
-    def _base(self) -> int:
-        """Address of the arena in this process. Raises `ClosedError` where it is closed."""
-
-    @abstractmethod
-    def _bytes(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of the arena, writable."""
-
-    @abstractmethod
-    def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
-        """Copy blocks between addresses of this process, int64 [n]."""
-
-    def _check_blocks(self, what: str, blocks: npt.NDArray[np.uint8], count: int) -> None:
-        size = self.layout.block_bytes
-        if (
-            not isinstance(blocks, np.ndarray)
-            or blocks.dtype != np.uint8
-            or blocks.ndim != 2
-            or blocks.shape[0] < count
-            or blocks.shape[1] != size
-            or blocks.strides[1] != 1
-        ):
-            got = f"{blocks.dtype} {list(blocks.shape)}" if isinstance(blocks, np.ndarray) else shown(blocks)
-            raise LayoutError(f"{what} must be uint8 [{count}, {size}] with contiguous rows, got {got}")

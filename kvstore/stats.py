@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-__all__ = ["HostStats", "StoreStats"]
+__all__ = ["Counters", "HostStats", "StoreStats"]
 
 
 @dataclass
-class _Counters:
+class Counters:
+    """Counters with names."""
+
     def snapshot(self) -> dict[str, int]:
         """The counters by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 @dataclass
-class HostStats(_Counters):
+class HostStats(Counters):
     """What a `HostStore` did since it was opened, in blocks."""
 
     matched: int = 0
@@ -34,7 +36,7 @@ class HostStats(_Counters):
 
 
 @dataclass
-class StoreStats(_Counters):
+class StoreStats(Counters):
     """What a `TieredStore` did since it was opened, in blocks."""
 
     device_hits: int = 0

@@ -1,0 +1,464 @@
+"""The client: `connect` and `Connection`, for callers that wait. One thread reads, any thread may call.
+
+What is asked and held is `ClientCore`'s business; here are the lock, the thread, and the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final, Generic, TypeVar, cast
+
+from ..kvstore.events import BlockEvent, EventStream, Listener
+from ..tiers.errors import (
+    AccessDeniedError,
+    ClosedError,
+    KVPagerError,
+    ProtocolError,
+    ServiceError,
+    ServiceUnavailableError,
+)
+from ..tiers.layout import KVLayout
+from ..tiers.mover import HostMover
+from ..tiers.settings import expect_flag, expect_seconds, expect_text, expect_type
+from .client_calls import Ask, Call
+from .client_core import ClientCounters
+from .client_shell import Backoff, Subscriptions, core_of, flush_ask, read_socket, stats_ask, tell_lost
+from .client_space import ClientSpace, Lost
+from .endpoint import Endpoint, endpoint_of
+from .holdings import Handles
+from .remote_space import RemoteSpace
+
+__all__ = ["Connection", "connect"]
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_LAST_WORDS_SECONDS: Final = 0.5
+"""How long a connection that is closed waits for the sidecar to take what it still has to say."""
+
+
+def connect(
+    url: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    group: bytes | None = None,
+    timeout: float = 1.0,
+    strict: bool = False,
+    on_lost: Callable[[Lost], None] | None = None,
+) -> Connection:
+    """Connect to a sidecar (``kvpager serve``).
+
+    Args:
+        url: ``unix:///path``, or the path of its socket.
+        name: what an operator calls this client; None: by its process.
+        group: 16 bytes that the processes of one engine share, see `Connection`; None: a group of its own.
+        timeout: seconds that the sidecar may take to answer, beyond what a call itself waits for.
+        strict: raise `ServiceUnavailableError` where the sidecar does not answer, rather than find nothing.
+        on_lost: is told, in the connection's thread, of leases and reservations that are lost.
+
+    Raises:
+        ConfigError: an argument is of a wrong type or out of range.
+        ServiceUnavailableError: there is no sidecar within `timeout`.
+        AccessDeniedError: it does not let this client in.
+        ProtocolError: it speaks another version, or is no sidecar.
+    """
+    connection = Connection(url, name=name, group=group, timeout=timeout, strict=strict, on_lost=on_lost)
+    try:
+        connection.wait_ready()
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class _Pending(Generic[_T]):
+    """A request that was made and is not waited for yet."""
+
+    def __init__(self, connection: Connection, call: Call[_T], answered: threading.Lock) -> None:
+        self._connection = connection
+        self._call = call
+        self._answered = answered
+
+    def result(self, seconds: float) -> _T | None:
+        """What became of it; None where that is not known after so many seconds."""
+        if not self._call.done and self._answered.acquire(timeout=seconds):
+            self._answered.release()
+        return self._connection.outcome(self._call) if self._call.done else None
+
+    def abandon(self) -> None:
+        """Nobody wants the result, now or later: it is given back."""
+        self._connection.abandon(self._call)
+
+
+class Connection:
+    """A sidecar's memory and cold tier, used like a `HostStore`. From `connect`; a context manager.
+
+    Leases and reservations are the client *group*'s: of every process that connected with the same 16 bytes.
+    They end when they are released, or when all these processes are gone; not with a connection. A connection
+    that breaks is made again in the background; what is held is then asserted again, and what is not held any
+    more is `lost`. Meanwhile calls find and keep nothing, at once.
+
+    Attributes:
+        device: None: no GPU has the memory mapped.
+        timeout, strict: as given to `connect`.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        group: bytes | None = None,
+        timeout: float = 1.0,
+        strict: bool = False,
+        on_lost: Callable[[Lost], None] | None = None,
+    ) -> None:
+        self._endpoint: Endpoint = endpoint_of(url)
+        self.timeout = expect_seconds("timeout", timeout, above=True)
+        self.strict = expect_flag("strict", strict)
+        self.core = core_of(name, group, on_lost)
+        self.device: str | None = None
+        self.mover = HostMover()
+        self._on_lost = on_lost
+        self._events = EventStream()
+        self._subscriptions = Subscriptions(self._events, self._listen)
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._spaces: dict[ClientSpace, RemoteSpace] = {}
+        self._socket: socket.socket | None = None
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._changed = threading.Condition(self._lock)
+        self._refused: KVPagerError | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvpager-client", daemon=True)
+        self._thread.start()
+
+    # Like a HostStore
+
+    def space(self, layout: KVLayout, *, shard: str = "", tenant: str = "") -> RemoteSpace:
+        """The space of `layout` and `shard`; the same object for equal ones.
+
+        Args:
+            tenant: whose the blocks are; quotas go by it.
+
+        Raises:
+            ConfigError: a block does not fit an extent, or an argument is of a wrong type.
+            ClosedError: the connection was closed.
+        """
+        expect_type("layout", layout, KVLayout, "a KVLayout")
+        tenant = expect_text("tenant", tenant, empty=True)
+        with self._opening:
+            with self._lock:
+                self._check_open()
+                space, is_new = self.core.space(layout, shard, tenant)
+                opening = self.core.opening(space)
+            if is_new:
+                try:
+                    self.ask(opening)
+                except KVPagerError:
+                    with self._lock:
+                        self.core.forget(space)
+                    raise
+            return self._spaces.setdefault(space, RemoteSpace(self, space))
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener`, in the connection's thread, with every later event; returns how to end it.
+
+        Raises:
+            ConfigError: it cannot be called.
+            ClosedError: the connection was closed.
+        """
+        self._check_open()
+        return self._subscriptions.add(listener)
+
+    def flush(self, deadline: float = 30.0) -> int:
+        """Have the sidecar write what its cold tier has no copy of; how many blocks still have none.
+
+        Raises:
+            ServiceUnavailableError: it does not answer. This is no call of the serving path.
+        """
+        return self.ask(flush_ask(deadline))
+
+    def stats(self) -> dict[str, Any]:
+        """The sidecar's counters.
+
+        Raises:
+            ServiceUnavailableError: it does not answer. This is no call of the serving path.
+        """
+        return self.ask(stats_ask())
+
+    def close(self, *, drain: float = 0.0) -> None:
+        """Release what is held and end the connection. Idempotent. The sidecar goes on.
+
+        Views of blocks stay readable, but what they show may change from here on.
+
+        Args:
+            drain: seconds that the sidecar may take to write to its cold tier first.
+        """
+        drain = expect_seconds("drain", drain)
+        if self.closed:
+            return
+        if drain:
+            try:
+                self.flush(drain)
+            except ServiceError as error:
+                _log.warning("closed without a flush: %s", error)
+        with self._lock:
+            self.core.release_all()
+            self._closing.set()
+            self._write()
+            os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self.mover.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # How it is
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing.is_set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the sidecar can be asked."""
+        return self.core.ready
+
+    @property
+    def lost(self) -> tuple[Lost, ...]:
+        """What was held before the last connection and is not any more."""
+        with self._lock:
+            return self.core.lost
+
+    @property
+    def boot_id(self) -> bytes | None:
+        """16 bytes, others after each start of the sidecar; None before the first connection."""
+        return self.core.boot_id
+
+    @property
+    def counters(self) -> ClientCounters:
+        """What this connection saw."""
+        return self.core.counters
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait until the sidecar can be asked.
+
+        Args:
+            timeout: seconds; None: the connection's.
+
+        Raises:
+            ServiceUnavailableError: it cannot in that time.
+            AccessDeniedError, ProtocolError: it refuses.
+        """
+        seconds = self.timeout if timeout is None else expect_seconds("timeout", timeout)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.core.ready or self._refused is not None or self.closed, seconds
+            )
+            self._check_open()
+            if not self.core.ready:
+                raise self._refused or self.core.unavailable
+
+    # For its spaces
+
+    def ask(self, ask: Ask[_T]) -> _T:
+        """Make a request and wait for what becomes of it."""
+        answered = threading.Lock()
+        answered.acquire()
+        call = self._start(ask, answered.release)
+        if not call.done:
+            try:
+                answered.acquire(timeout=0.0 if self.core.stalled else ask.seconds + self.timeout)
+            except BaseException:
+                self.abandon(call)
+                raise
+            if not call.done:
+                with self._lock:
+                    self.core.time_out(call)
+        return self.outcome(call)
+
+    def begin(self, ask: Ask[_T]) -> _Pending[_T]:
+        """Make a request without waiting."""
+        answered = threading.Lock()
+        answered.acquire()
+        return _Pending(self, self._start(ask, answered.release), answered)
+
+    def outcome(self, call: Call[_T]) -> _T:
+        """The result of a call that is done."""
+        if call.error is None:
+            return cast(_T, call.result)
+        with self._lock:
+            return self.core.without_answer(call, strict=self.strict)
+
+    def abandon(self, call: Call[Any]) -> None:
+        """Nobody wants the result of a call, now or later."""
+        with self._lock:
+            call.abandon()
+            self._write()
+
+    def release(self, space: ClientSpace, handles: Handles) -> int:
+        """End leases; returns how many were not held."""
+        with self._lock:
+            self._check_open()
+            refused = self.core.release(space, handles)
+            self._write()
+        return refused
+
+    def abort(self, space: ClientSpace, handles: Handles) -> int:
+        """Reserved slots will not be written; returns how many were not reserved."""
+        with self._lock:
+            self._check_open()
+            refused = self.core.abort(space, handles)
+            self._write()
+        return refused
+
+    def commit(self, space: ClientSpace, handles: Handles) -> int:
+        """Reserved slots are written; returns how many were not reserved."""
+        with self._lock:
+            self._check_open()
+            written, refused = self.core.start_commit(space, handles)
+        if len(written):
+            self.ask(self.core.committing(space, written))
+        return refused
+
+    # Inside
+
+    def _start(self, ask: Ask[_T], notify: Callable[[], object]) -> Call[_T]:
+        frame = self.core.frame_of(ask)
+        with self._lock:
+            self._check_open()
+            call = self.core.start(ask, frame, notify)
+            self._write()
+        return call
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise ClosedError("the connection to the sidecar was closed")
+
+    def _listen(self, on: bool) -> None:
+        with self._lock:
+            if not self.closed:
+                self.core.subscribe(on)
+                self._write()
+
+    def _write(self) -> None:
+        """Write what the socket takes; the thread writes the rest. With the lock held."""
+        connected = self._socket
+        while connected is not None and (data := self.core.take_output()):
+            try:
+                sent = connected.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                return  # the thread finds out by itself
+            if sent < len(data):
+                self.core.return_output(data[sent:])
+                os.eventfd_write(self._wake, 1)
+                return
+
+    # In the thread
+
+    def _run(self) -> None:
+        backoff = Backoff()
+        while not self._closing.is_set():
+            reason = self._connect_and_serve(backoff)
+            with self._lock:
+                self.core.disconnected(reason)
+                if isinstance(reason, AccessDeniedError | ProtocolError):
+                    self._refused = reason
+                self._changed.notify_all()
+            self._closing.wait(backoff.seconds())
+        with self._changed:
+            self._changed.notify_all()
+            os.close(self._wake)
+
+    def _connect_and_serve(self, backoff: Backoff) -> KVPagerError:
+        """One connection from its beginning to its end; returns why it ended."""
+        fds: list[int] = []
+        with self._endpoint.socket() as connected:
+            try:
+                connected.connect(self._endpoint.address)
+                with self._lock:
+                    self._socket = connected
+                    self.core.connected()
+                    self._write()
+                self._serve(connected, fds, backoff)
+            except OSError as error:
+                return ServiceUnavailableError(f"{self._endpoint}: {error.strerror}")
+            except KVPagerError as error:
+                return error
+            finally:
+                with self._lock:
+                    self._socket = None
+                for fd in fds:
+                    os.close(fd)
+        return ServiceUnavailableError("the connection was closed")
+
+    def _serve(self, connected: socket.socket, fds: list[int], backoff: Backoff) -> None:
+        until = time.monotonic() + self.timeout
+        last = None
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            with self._lock:
+                writing = self.core.has_output
+                ready = self.core.ready
+                if self.core.overflowing:
+                    raise ServiceUnavailableError("the sidecar does not read what it is sent")
+            if self._closing.is_set():
+                last = last or time.monotonic() + _LAST_WORDS_SECONDS
+                if not writing or time.monotonic() > last:
+                    return
+            if ready:
+                backoff.reset()
+                wait = None if last is None else max(0.0, last - time.monotonic())
+            else:
+                wait = max(0.0, (until if last is None else last) - time.monotonic())
+                if not wait and last is None:
+                    raise ServiceUnavailableError(f"{self._endpoint}: no greeting in time")
+            poll.register(connected, select.POLLIN | (select.POLLOUT if writing else 0))
+            happened = dict(poll.poll(None if wait is None else 1000 * wait + 1))
+            if self._wake in happened:
+                os.eventfd_read(self._wake)
+            if happened.get(connected.fileno(), 0) & ~select.POLLOUT:
+                self._read(connected, fds)
+            with self._lock:
+                self._write()
+
+    def _read(self, connected: socket.socket, fds: list[int]) -> None:
+        try:
+            data = read_socket(connected, fds)
+        except BlockingIOError:
+            return
+        with self._changed:
+            was_ready = self.core.ready
+            self.core.received(data, fds)
+            events, losses = self.core.take_events(), self.core.take_losses()
+            while fds and self.core.ready:
+                os.close(fds.pop())
+            if self.core.ready and not was_ready:
+                self._refused = None
+                self._changed.notify_all()
+        self._tell(events, losses)
+
+    def _tell(self, events: list[BlockEvent], losses: list[Lost]) -> None:
+        for event in events:
+            self._events.emit(event.kind, event.tier, event.space, event.hashes)
+        for lost in losses:
+            tell_lost(lost, self._on_lost)

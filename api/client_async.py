@@ -1,0 +1,446 @@
+"""The client for asyncio: `connect_async`, over the same core, requests and books as `api/client.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kvstore.events import EventStream, Listener
+from ..kvstore.handles import Generations, Lease, Reservation
+from ..kvstore.hashing import HASH_BYTES, Tokens
+from ..kvstore.policy import Ids
+from ..kvstore.slot_space import SlotPlaces
+from ..tiers.errors import (
+    AccessDeniedError,
+    ClosedError,
+    KVPagerError,
+    ProtocolError,
+    ServiceUnavailableError,
+    StaleHandleError,
+)
+from ..tiers.layout import KVLayout
+from ..tiers.mover import HostMover
+from ..tiers.settings import expect_byte_strings, expect_flag, expect_seconds, expect_text, expect_type
+from .client_calls import Ask, Call
+from .client_core import ClientCounters
+from .client_shell import Backoff, Subscriptions, core_of, flush_ask, read_socket, stats_ask, tell_lost
+from .client_space import ClientSpace, Lost
+from .endpoint import endpoint_of
+from .space_asks import SpaceAsks, handles_of
+
+__all__ = ["AsyncConnection", "AsyncSpace", "connect_async"]
+
+_T = TypeVar("_T")
+
+
+async def connect_async(
+    url: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    group: bytes | None = None,
+    timeout: float = 1.0,
+    strict: bool = False,
+    on_lost: Callable[[Lost], None] | None = None,
+) -> AsyncConnection:
+    """`connect` for asyncio: arguments and errors are the same. To be used on the loop that it ran on."""
+    connection = AsyncConnection(url, name=name, group=group, timeout=timeout, strict=strict, on_lost=on_lost)
+    try:
+        await connection.wait_ready()
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
+
+
+class AsyncConnection:
+    """A sidecar's memory and cold tier, for one event loop. From `connect_async`; an async context manager.
+
+    What is said of `Connection` holds here.
+
+    Attributes:
+        core: what is asked and held.
+        strict, timeout: as given to `connect_async`.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        group: bytes | None = None,
+        timeout: float = 1.0,
+        strict: bool = False,
+        on_lost: Callable[[Lost], None] | None = None,
+    ) -> None:
+        self._endpoint = endpoint_of(url)
+        self.timeout = expect_seconds("timeout", timeout, above=True)
+        self.strict = expect_flag("strict", strict)
+        self.core = core_of(name, group, on_lost)
+        self.mover = HostMover()
+        self.closed = False
+        self._on_lost = on_lost
+        self._events = EventStream()
+        self._subscriptions = Subscriptions(self._events, self._listen)
+        self._opening = asyncio.Lock()
+        self._spaces: dict[ClientSpace, AsyncSpace] = {}
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._writing = False
+        self._changed = asyncio.Event()
+        self._ended: asyncio.Future[KVPagerError] | None = None
+        self._refused: KVPagerError | None = None
+        self._task = self._loop.create_task(self._run())
+
+    async def space(self, layout: KVLayout, *, shard: str = "", tenant: str = "") -> AsyncSpace:
+        """The space of `layout` and `shard`. See `Connection.space`."""
+        expect_type("layout", layout, KVLayout, "a KVLayout")
+        tenant = expect_text("tenant", tenant, empty=True)
+        async with self._opening:
+            self.check_open()
+            space, is_new = self.core.space(layout, shard, tenant)
+            if is_new:
+                try:
+                    await self.ask(self.core.opening(space))
+                except KVPagerError:
+                    self.core.forget(space)
+                    raise
+            return self._spaces.setdefault(space, AsyncSpace(self, space))
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener`, on the loop, with every later event; returns how to end it."""
+        self.check_open()
+        return self._subscriptions.add(listener)
+
+    async def flush(self, deadline: float = 30.0) -> int:
+        """See `Connection.flush`."""
+        return await self.ask(flush_ask(deadline))
+
+    async def stats(self) -> dict[str, Any]:
+        """See `Connection.stats`."""
+        return await self.ask(stats_ask())
+
+    async def close(self) -> None:
+        """Release what is held and end the connection. Idempotent. See `Connection.close`."""
+        if self.closed:
+            return
+        self.core.release_all()
+        self.write()
+        self.closed = True
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self.core.disconnected(ClosedError("the connection to the sidecar was closed"))
+        self._changed.set()
+        self.mover.close()
+
+    async def __aenter__(self) -> AsyncConnection:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the sidecar can be asked."""
+        return self.core.ready
+
+    @property
+    def lost(self) -> tuple[Lost, ...]:
+        """What was held before the last connection and is not any more."""
+        return self.core.lost
+
+    @property
+    def counters(self) -> ClientCounters:
+        """What this connection saw."""
+        return self.core.counters
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait until the sidecar can be asked. See `Connection.wait_ready`."""
+        seconds = self.timeout if timeout is None else expect_seconds("timeout", timeout)
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.core.ready and self._refused is None and not self.closed:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass  # why is known better below
+        self.check_open()
+        if not self.core.ready:
+            raise self._refused or self.core.unavailable
+
+    # For its spaces
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` after `close`."""
+        if self.closed:
+            raise ClosedError("the connection to the sidecar was closed")
+
+    async def ask(self, ask: Ask[_T]) -> _T:
+        """Make a request and wait for what becomes of it."""
+        answered = self._loop.create_future()
+
+        def notify() -> None:
+            if not answered.done():
+                answered.set_result(None)
+
+        call = self.begin(ask, notify)
+        if not call.done:
+            try:
+                async with asyncio.timeout(0.0 if self.core.stalled else ask.seconds + self.timeout):
+                    await answered
+            except TimeoutError:
+                self.core.time_out(call)
+            except BaseException:
+                call.abandon()
+                self.write()
+                raise
+        if call.error is None:
+            return cast(_T, call.result)
+        return self.core.without_answer(call, strict=self.strict)
+
+    def begin(self, ask: Ask[_T], notify: Callable[[], object]) -> Call[_T]:
+        """Make a request without waiting."""
+        self.check_open()
+        call = self.core.start(ask, self.core.frame_of(ask), notify)
+        self.write()
+        return call
+
+    def write(self) -> None:
+        """Write what the socket takes; the rest when it takes more."""
+        connected = self._socket
+        if connected is None:
+            return
+        while data := self.core.take_output():
+            try:
+                sent = connected.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                break  # reading finds out
+            if sent < len(data):
+                self.core.return_output(data[sent:])
+                break
+        writing = self.core.has_output
+        if writing and not self._writing:
+            self._loop.add_writer(connected, self.write)
+        elif self._writing and not writing:
+            self._loop.remove_writer(connected)
+        self._writing = writing
+        if self.core.overflowing:
+            self._end(ServiceUnavailableError("the sidecar does not read what it is sent"))
+
+    # Inside
+
+    def _listen(self, on: bool) -> None:
+        if not self.closed:
+            self.core.subscribe(on)
+            self.write()
+
+    async def _run(self) -> None:
+        backoff = Backoff()
+        while True:
+            reason = await self._connect_and_serve(backoff)
+            self.core.disconnected(reason)
+            if isinstance(reason, AccessDeniedError | ProtocolError):
+                self._refused = reason
+            self._changed.set()
+            await asyncio.sleep(backoff.seconds())
+
+    async def _connect_and_serve(self, backoff: Backoff) -> KVPagerError:
+        """One connection from its beginning to its end; returns why it ended."""
+        fds: list[int] = []
+        with self._endpoint.socket() as connected:
+            try:
+                await self._loop.sock_connect(connected, self._endpoint.address)
+            except OSError as error:
+                return ServiceUnavailableError(f"{self._endpoint}: {error.strerror}")
+            ended: asyncio.Future[KVPagerError] = self._loop.create_future()
+            self._ended = ended
+            self._socket = connected
+            self.core.connected()
+            self._loop.add_reader(connected, self._read, connected, fds, backoff)
+            greeting = self._loop.call_later(self.timeout, self._expect_greeting)
+            try:
+                self.write()
+                return await ended
+            finally:
+                greeting.cancel()
+                self._loop.remove_reader(connected)
+                self._loop.remove_writer(connected)
+                self._writing = False
+                self._socket = None
+                for fd in fds:
+                    os.close(fd)
+
+    def _expect_greeting(self) -> None:
+        if not self.core.ready:
+            self._end(ServiceUnavailableError(f"{self._endpoint}: no greeting in time"))
+
+    def _read(self, connected: socket.socket, fds: list[int], backoff: Backoff) -> None:
+        try:
+            self.core.received(read_socket(connected, fds), fds)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(ServiceUnavailableError(f"{self._endpoint}: {error.strerror}"))
+            return
+        except KVPagerError as error:
+            self._end(error)
+            return
+        self.write()
+        if self.core.ready:
+            self._refused = None
+            backoff.reset()
+            self._changed.set()
+            while fds:
+                os.close(fds.pop())
+        for event in self.core.take_events():
+            self._events.emit(event.kind, event.tier, event.space, event.hashes)
+        for lost in self.core.take_losses():
+            tell_lost(lost, self._on_lost)
+
+    def _end(self, reason: KVPagerError) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)
+
+
+class AsyncSpace(SlotPlaces):
+    """One layout and shard in a sidecar. Open it with `AsyncConnection.space`.
+
+    Calls and what becomes of them are those of `RemoteSpace`. Leases and reservations are released, committed
+    and aborted without waiting, so their ``with`` is as everywhere; `committed` waits for commits.
+    """
+
+    def __init__(self, connection: AsyncConnection, space: ClientSpace) -> None:
+        super().__init__(space.layout, space.arena.extent_bytes, space.arena.num_extents)
+        self.shard = space.shard
+        self.tenant = space.tenant
+        self.id = space.id
+        self._connection = connection
+        self._core = connection.core
+        self._space = space
+        self._asks = SpaceAsks(connection.core, space, self)
+        self._commits: set[asyncio.Task[None]] = set()
+
+    async def match(
+        self,
+        hashes: Sequence[bytes] | None = None,
+        *,
+        tokens: Tokens | None = None,
+        chain: bytes | None = None,
+        cold_deadline: float | None = None,
+    ) -> Lease:
+        """See `HostSpace.match`."""
+        names = self._asks.hashes(hashes, tokens, chain)
+        return await self._connection.ask(self._asks.match(names, cold_deadline))
+
+    async def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
+        """See `HostSpace.load`."""
+        return await self._connection.ask(self._asks.load(hashes, deadline))
+
+    async def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+        """See `HostSpace.lease`."""
+        return await self._connection.ask(self._asks.lease(slots, generations))
+
+    async def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+        """See `HostSpace.reserve`."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        return await self._connection.ask(self._asks.reserve(hashes, expect_seconds("wait", wait)))
+
+    async def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+        """See `HostSpace.put`."""
+        self.check_blocks(blocks, len(expect_byte_strings("hashes", hashes, HASH_BYTES)))
+        with await self.reserve(hashes, wait=wait) as reservation:
+            kept = self.write_blocks(reservation, blocks)
+            reservation.commit()
+        await self.committed()
+        return kept
+
+    async def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
+        """See `HostSpace.get`."""
+        self.check_out(out, len(expect_byte_strings("hashes", hashes, HASH_BYTES)))
+        with await self.match(hashes) as lease:
+            return self.read_blocks(lease, out)
+
+    async def pin(self, hashes: Sequence[bytes]) -> int:
+        """See `HostSpace.pin`."""
+        return await self._connection.ask(self._asks.pin(hashes))
+
+    async def unpin(self, hashes: Sequence[bytes]) -> int:
+        """See `HostSpace.unpin`."""
+        return await self._connection.ask(self._asks.unpin(hashes))
+
+    async def evict(self, count: int) -> int:
+        """See `HostSpace.evict`."""
+        return await self._connection.ask(self._asks.evict(count))
+
+    async def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
+        """See `HostSpace.put_note`."""
+        seconds = self._connection.timeout if deadline is None else deadline
+        return await self._connection.ask(self._asks.put_note(name, value, seconds)) > 0
+
+    async def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
+        """See `HostSpace.get_note`."""
+        seconds = self._connection.timeout if deadline is None else deadline
+        return await self._connection.ask(self._asks.get_note(name, seconds))
+
+    async def committed(self) -> None:
+        """Wait until the sidecar has answered every commit so far.
+
+        Raises:
+            KVPagerError: what one of them failed with, where the connection is strict.
+        """
+        for commit in tuple(self._commits):
+            await commit
+
+    # For its leases and reservations
+
+    def release(self, slots: Ids, generations: Generations) -> None:
+        """End leases. Does not wait."""
+        self._connection.check_open()
+        refused = self._core.release(self._space, handles_of(slots, generations))
+        self._connection.write()
+        self._refused("release", refused)
+
+    def commit(self, slots: Ids, generations: Generations, *, in_cold: bool = False) -> None:
+        """Reserved slots are written: let them be found. Does not wait: see `committed`."""
+        self._connection.check_open()
+        written, refused = self._core.start_commit(self._space, handles_of(slots, generations))
+        if len(written):
+            committing: Ask[None] = self._core.committing(self._space, written)
+            commit = asyncio.get_running_loop().create_task(self._connection.ask(committing))
+            self._commits.add(commit)
+            commit.add_done_callback(self._commits.discard)
+        self._refused("commit", refused)
+
+    def abort(self, slots: Ids, generations: Generations) -> None:
+        """Reserved slots will not be written. Does not wait."""
+        self._connection.check_open()
+        refused = self._core.abort(self._space, handles_of(slots, generations))
+        self._connection.write()
+        self._refused("abort", refused)
+
+    # Inside
+
+    def _base(self) -> int:
+        self._connection.check_open()
+        base: int = self._space.arena.base
+        return base
+
+    def _bytes(self, offset: int, nbytes: int) -> memoryview:
+        return self._space.arena.bytes[offset : offset + nbytes]
+
+    def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
+        self._connection.mover.copy_now(source, target, self.layout.block_bytes)
+
+    def _refused(self, what: str, count: int) -> None:
+        if count and self._connection.strict:
+            raise StaleHandleError(f"{what} refused for {count} slots: not held any more")

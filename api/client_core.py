@@ -1,0 +1,580 @@
+"""A client's half of the protocol, without I/O: what is asked, answered, held, and said again.
+
+A shell (`api/client.py`, `api/client_async.py`) connects, reads and writes bytes, waits, and holds a lock
+around every call. `ClientCore` does the rest: request ids, replies that come late, spaces and what is held of
+them, the handshake, and what follows when a connection was lost or the sidecar was started anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from ..kvstore.events import BlockEvent, EventKind
+from ..kvstore.hashing import space_id
+from ..kvstore.stats import Counters
+from ..tiers.errors import (
+    AccessDeniedError,
+    ConfigError,
+    KVPagerError,
+    LayoutError,
+    ProtocolError,
+    ServiceUnavailableError,
+    StaleHandleError,
+)
+from ..tiers.layout import KVLayout
+from .client_calls import Ask, Call, expect
+from .client_space import Arena, ClientSpace, Lost
+from .holdings import Claimed, Handles, Holdings
+from .messages import (
+    Abort,
+    Commit,
+    Done,
+    Event,
+    Hello,
+    Marks,
+    Message,
+    Reassert,
+    Release,
+    SpaceOpened,
+    Subscribe,
+    Welcome,
+)
+from .wire import MAGIC, MAX_FRAME, VERSION, Failure, Frame, FrameReader, Notice, Reply, Request, encode
+
+__all__ = ["GROUP_BYTES", "ClientCore", "ClientCounters"]
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_M = TypeVar("_M", bound=Message)
+
+GROUP_BYTES: Final = 16
+_MOST_OUTPUT: Final = 2 * MAX_FRAME
+"""Bytes that wait for a sidecar that does not read: beyond this the connection is given up."""
+_CALLERS_FAULT: Final = (ConfigError, LayoutError)
+
+
+@dataclass(frozen=True)
+class _Outage:
+    """Why there are no answers, None while there are; and whether that was told."""
+
+    reason: KVPagerError | None = None
+    told: bool = False
+
+
+@dataclass
+class ClientCounters(Counters):
+    """What a connection saw since it was made. They only grow."""
+
+    requests: int = 0
+    unanswered: int = 0
+    """Calls that found or kept nothing because the sidecar did not answer, or not in time."""
+    refused: int = 0
+    """Handles that were released or committed and not held any more."""
+    lost: int = 0
+    """Leases and reservations that ended with a sidecar, or while there was no connection."""
+    connects: int = 0
+    restarts: int = 0
+    """Connections to a sidecar that had been started anew."""
+    events_lost: int = 0
+
+
+class ClientCore:
+    """The state of a client over all its connections. Every call is made with the shell's lock held.
+
+    Args:
+        group: 16 bytes, the client group.
+        name: what an operator calls this client.
+
+    Attributes:
+        ready: whether the handshake is through and every space can be asked again.
+        counters: what was seen so far.
+        lost: what the last connection found lost.
+        stalled: whether the sidecar did not answer in time, and nothing was heard of it since.
+        epoch: grows with every connection and every end of one: requests made before it are not sent.
+    """
+
+    def __init__(self, group: bytes, name: str) -> None:
+        self.counters = ClientCounters()
+        self.lost: tuple[Lost, ...] = ()
+        self.epoch = 0
+        self.ready = False
+        self.arena: Arena | None = None
+        self.boot_id: bytes | None = None
+        self._hello = Hello(
+            MAGIC, VERSION, VERSION, group, os.getpid(), "", name, secrets.token_bytes(GROUP_BYTES)
+        )
+        self._ids = count(1)
+        self._calls: dict[int, Call[Any]] = {}
+        self._reader = FrameReader()
+        self._output: deque[bytes] = deque()
+        self._output_bytes = 0
+        self._spaces: dict[tuple[bytes, str], ClientSpace] = {}
+        self._opening = 0
+        self._subscribed = False
+        self._events: list[BlockEvent] = []
+        self._new_losses: list[Lost] = []
+        self._heard = 0
+        self.stalled = False
+        self._out = _Outage(ServiceUnavailableError("there is no connection yet"))
+        self._max_frame = MAX_FRAME
+
+    # Connections come and go
+
+    def connected(self) -> None:
+        """There is a connection: say hello."""
+        self.epoch += 1
+        self._opening = 0
+        self._out = _Outage(ServiceUnavailableError("the sidecar does not greet"), self._out.told)
+        self._reader = FrameReader()
+        self._send_call(self._ask_core(lambda _: self._hello, lambda reply: expect(reply, Welcome)))
+
+    def disconnected(self, reason: KVPagerError) -> None:
+        """The connection is gone, or there never was one: calls under way end without a reply."""
+        self.epoch += 1
+        self.ready = False
+        self.stalled = False
+        self._output.clear()
+        self._output_bytes = 0
+        for space in self._spaces.values():
+            space.number = space.opened = None
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.fail(reason)
+        self._out = _Outage(reason, self._out.told)
+
+    def received(self, data: bytes | memoryview, fds: Sequence[int] = ()) -> None:
+        """Bytes came, and descriptors with them, which stay the caller's.
+
+        Raises:
+            ProtocolError: this is no sidecar, or one of another version: the connection is of no use.
+            AccessDeniedError: the sidecar does not let this client in.
+        """
+        self._heard += 1
+        self.stalled = False
+        for frame in self._reader.feed(data):
+            self._frame(frame, fds)
+
+    @property
+    def unavailable(self) -> KVPagerError:
+        """Why there was no answer lately."""
+        return self._out.reason or ServiceUnavailableError("the sidecar does not answer")
+
+    def take_output(self) -> bytes:
+        """The next bytes to write; empty where there are none."""
+        if not self._output:
+            return b""
+        data = self._output.popleft()
+        self._output_bytes -= len(data)
+        return data
+
+    def return_output(self, data: bytes) -> None:
+        """Bytes that could not be written yet."""
+        self._output.appendleft(data)
+        self._output_bytes += len(data)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether there are bytes to write."""
+        return bool(self._output)
+
+    @property
+    def overflowing(self) -> bool:
+        """Whether the sidecar leaves so much unread that the connection is to be given up."""
+        return self._output_bytes > _MOST_OUTPUT
+
+    def take_events(self) -> list[BlockEvent]:
+        """Events that came since."""
+        events, self._events = self._events, []
+        return events
+
+    def take_losses(self) -> list[Lost]:
+        """What was lost since."""
+        losses, self._new_losses = self._new_losses, []
+        return losses
+
+    # Asking
+
+    def frame_of(self, ask: Ask[Any]) -> tuple[int, int, bytes] | None:
+        """Epoch, id and bytes of a request; None where it cannot be asked now. Needs no lock.
+
+        Raises:
+            ProtocolError: it is longer than the sidecar takes.
+        """
+        epoch = self.epoch
+        number = 0 if ask.space is None else ask.space.number
+        if number is None or not self.ready or (self.stalled and not ask.insists):
+            return None
+        request = next(self._ids)
+        return epoch, request, encode(Request(request, ask.message(number)), max_frame=self._max_frame)
+
+    def start(
+        self, ask: Ask[_T], frame: tuple[int, int, bytes] | None, notify: Callable[[], object] | None
+    ) -> Call[_T]:
+        """Send a request of `frame_of`; it is done at once where it cannot be sent."""
+        call = Call(ask, notify)
+        self.counters.requests += 1
+        if frame is None or frame[0] != self.epoch:
+            call.error = self.unavailable
+            call.done = True
+        else:
+            _, request, data = frame
+            call.heard = self._heard
+            self._calls[request] = call
+            self._write(data)
+        return call
+
+    def time_out(self, call: Call[_T]) -> None:
+        """A call was waited for long enough. Until something is heard again, nothing is waited for."""
+        if not call.done:
+            call.abandon()
+            call.error = ServiceUnavailableError("the sidecar did not answer in time")
+            if self._heard == call.heard:
+                self.stalled = True
+                self._out = _Outage(call.error, self._out.told)
+
+    def without_answer(self, call: Call[_T], *, strict: bool) -> _T:
+        """The result of a call that has an error.
+
+        Raises:
+            KVPagerError: the error, where it is the caller's fault, or the connection strict.
+        """
+        error = call.error
+        if error is None:
+            raise TypeError("the call has a result")
+        if strict or call.ask.required or isinstance(error, _CALLERS_FAULT):
+            raise error
+        if isinstance(error, StaleHandleError):
+            return call.ask.instead()  # it did answer
+        self.counters.unanswered += 1
+        if not self._out.told:
+            self._out = replace(self._out, told=True)
+            _log.warning("the sidecar is done without until it answers: %s", error)
+        return call.ask.instead()
+
+    def subscribe(self, on: bool) -> None:
+        """Have events sent, on this connection and all later ones, or no more."""
+        if on != self._subscribed:
+            self._subscribed = on
+            if self.ready:
+                self._tell_subscription()
+
+    # Spaces and what is held of them
+
+    def space(self, layout: KVLayout, shard: str, tenant: str) -> tuple[ClientSpace, bool]:
+        """The space of these, and whether it must be opened first.
+
+        Raises:
+            ServiceUnavailableError: there never was a connection.
+            ConfigError: a block does not fit an extent.
+        """
+        name = space_id(layout, shard), tenant
+        space = self._spaces.get(name)
+        if space is not None:
+            return space, False
+        if self.arena is None:
+            raise self.unavailable
+        if layout.block_bytes > self.arena.extent_bytes:
+            raise ConfigError(
+                "block_size",
+                f"blocks of {layout.block_bytes} bytes do not fit the sidecar's extents of "
+                f"{self.arena.extent_bytes}",
+            )
+        space = self._spaces[name] = ClientSpace(layout, shard, tenant, self.arena)
+        return space, True
+
+    def opening(self, space: ClientSpace) -> Ask[None]:
+        """The request to open a space that is new."""
+        return self._ask_core(lambda _: space.open_message(), lambda reply: self._opened(space, reply))
+
+    def forget(self, space: ClientSpace) -> None:
+        """A space that the sidecar refused."""
+        self._spaces.pop((space.id, space.tenant), None)
+
+    def release(self, space: ClientSpace, handles: Handles) -> int:
+        """End leases; returns how many of them were not held."""
+        slots = handles.slots
+        if not space.held.fits(handles):
+            self.counters.refused += len(slots)
+            return len(slots)
+        refused = 0
+        while len(handles):
+            first = np.unique(handles.slots, return_index=True)[1]
+            once = handles if len(first) == len(handles) else _at(handles, np.sort(first))
+            good = space.held.take_leases(once)
+            refused += len(once) - int(np.count_nonzero(good))
+            self._tell(space, Release, once.where(good))
+            if once is handles:
+                break
+            rest = np.ones(len(handles), dtype=np.bool_)
+            rest[first] = False
+            handles = handles.where(rest)
+        self.counters.refused += refused
+        self._go_ashore(space)
+        return refused
+
+    def abort(self, space: ClientSpace, handles: Handles) -> int:
+        """Reserved slots will not be written; returns how many of them were not reserved any more."""
+        if not space.held.fits(handles):
+            self.counters.refused += len(handles)
+            return len(handles)
+        good = space.held.end_writing(handles)
+        self._tell(space, Abort, handles.where(good))
+        refused = len(handles) - int(np.count_nonzero(good))
+        self.counters.refused += refused
+        self._go_ashore(space)
+        return refused
+
+    def start_commit(self, space: ClientSpace, handles: Handles) -> tuple[Handles, int]:
+        """Reserved slots are written: those that are to be committed, and how many were not reserved."""
+        if not space.held.fits(handles):
+            good = np.zeros(len(handles), dtype=np.bool_)
+        else:
+            good = space.held.start_commit(handles)
+            if space.adrift is not None:
+                space.held.end_writing(handles.where(good))
+                good[:] = False
+                self._go_ashore(space)
+        refused = len(handles) - int(np.count_nonzero(good))
+        self.counters.refused += refused
+        return handles.where(good), refused
+
+    def committing(self, space: ClientSpace, handles: Handles) -> Ask[None]:
+        """The request to commit slots of `start_commit`. Where it is not answered it is made again."""
+
+        def end(reply: Message) -> None:
+            expect(reply, Done)
+            space.held.end_writing(handles)
+
+        return Ask(
+            space,
+            lambda number: Commit(number, handles.slots, handles.generations),
+            end,
+            lambda: None,
+            insists=True,
+            refused=lambda _: space.held.end_writing(handles),
+        )
+
+    def release_all(self) -> None:
+        """Give everything back, since the client is closed."""
+        for space in self._spaces.values():
+            while len((claimed := space.held.claim()).handles):
+                leased = claimed.counts > 0
+                self.release(space, claimed.handles.where(leased))
+                self.abort(space, claimed.handles.where(~leased))
+
+    # Inside
+
+    def _frame(self, frame: Frame, fds: Sequence[int]) -> None:
+        if isinstance(frame, Notice):
+            if isinstance(frame.message, Event):
+                self._event(frame.message)
+            return
+        if isinstance(frame, Request):
+            raise ProtocolError("the sidecar sent a request")
+        call = self._calls.pop(frame.id, None)
+        if call is None:
+            raise ProtocolError(f"a reply to no request, {frame.id}")
+        if isinstance(frame, Failure):
+            self._failed(call, frame.error)
+            return
+        if not self.ready and isinstance(frame.message, Welcome):
+            self._welcome(frame.message, fds)
+            return
+        self._answered(call, frame)
+
+    def _answered(self, call: Call[Any], frame: Reply) -> None:
+        try:
+            call.answer(frame.message)
+        except KVPagerError as error:
+            call.fail(error)
+            raise
+        if self._out.reason is not None and self.ready:
+            self._back()
+
+    def _failed(self, call: Call[Any], error: KVPagerError) -> None:
+        if isinstance(error, StaleHandleError):
+            self.counters.refused += 1
+        call.fail(error)
+        if call.ask.refused is not None:
+            call.ask.refused(error)
+        if isinstance(error, ProtocolError | AccessDeniedError):
+            raise error
+
+    def _back(self) -> None:
+        if self._out.told:
+            _log.warning("the sidecar answers again")
+        self._out = _Outage()
+
+    def _event(self, event: Event) -> None:
+        try:
+            kind = EventKind(event.kind)
+        except ValueError:
+            return  # a newer sidecar's
+        self.counters.events_lost += event.lost
+        self._events.append(BlockEvent(kind, event.tier, event.space, event.hashes))
+
+    def _welcome(self, welcome: Welcome, fds: Sequence[int]) -> None:
+        if welcome.version != VERSION:
+            raise ProtocolError(f"the sidecar speaks version {welcome.version}, this client {VERSION}")
+        if not fds:
+            raise ProtocolError("the sidecar passed no memory")
+        arena = self.arena
+        status = os.fstat(fds[0])
+        same = arena is not None and arena.file == (status.st_dev, status.st_ino)
+        if not same:
+            arena = Arena(fds[0], welcome.arena_bytes, welcome.extent_bytes)
+        again, self.boot_id = self.boot_id, welcome.boot_id
+        self.counters.connects += 1
+        self.counters.restarts += again not in (None, welcome.boot_id)
+        self.arena = arena
+        self._max_frame = min(MAX_FRAME, welcome.max_frame)
+        self.lost = ()
+        if self._subscribed:
+            self._tell_subscription()
+        for space in self._spaces.values():
+            if not same and arena is not None:
+                self._set_adrift(space, arena)
+            self._opening += 1
+            self._send_call(
+                self._ask_core(
+                    lambda _, space=space: space.open_message(),  # type: ignore[misc]
+                    lambda reply, space=space: self._reopened(space, reply),  # type: ignore[misc]
+                    lambda error, space=space: self._not_reopened(space, error),  # type: ignore[misc]
+                )
+            )
+        self._settle()
+
+    def _set_adrift(self, space: ClientSpace, arena: Arena) -> None:
+        """The memory that a space's slots are in is no longer the sidecar's."""
+        if space.adrift is None:
+            self._lose(space, space.held.claim())
+        space.adrift = arena
+        self._go_ashore(space)
+
+    def _go_ashore(self, space: ClientSpace) -> None:
+        """Go on in the sidecar's memory, if nothing is held of the old one any more."""
+        arena = space.adrift
+        if arena is None or not space.held.empty:
+            return
+        if (arena.nbytes, arena.extent_bytes) != (space.arena.nbytes, space.arena.extent_bytes):
+            return  # slots would not mean the same: it stays without answers, and a new connection has some
+        space.arena, space.adrift = arena, None
+        space.held = Holdings(space.capacity)
+        space.number = space.opened
+
+    def _lose(self, space: ClientSpace, claimed: Claimed) -> None:
+        if len(claimed.handles):
+            leased = claimed.counts > 0
+            lost = Lost(space.id, claimed.handles.where(leased), claimed.handles.where(~leased))
+            self.counters.lost += len(claimed.handles)
+            self._new_losses.append(lost)
+            self.lost = (*self.lost, lost)
+
+    def _not_reopened(self, space: ClientSpace, error: KVPagerError) -> None:
+        _log.error("the sidecar has a space no longer, which finds and keeps nothing from now on: %s", error)
+        self._opening -= 1
+        self._settle()
+
+    def _opened(self, space: ClientSpace, reply: Message) -> None:
+        opened = expect(reply, SpaceOpened)
+        here = space.adrift or space.arena
+        if opened.id != space.id or opened.slots_per_extent != here.extent_bytes // space.layout.block_bytes:
+            raise ProtocolError("the sidecar means another space, or cuts its extents in another way")
+        space.opened = opened.space
+        if space.adrift is None:
+            space.number = opened.space
+
+    def _reopened(self, space: ClientSpace, reply: Message) -> None:
+        """A space is open on a new connection: say what is held of it before it is asked anything else."""
+        self._opened(space, reply)
+        number, space.number = space.number, None
+        if number is None:
+            self._opening -= 1
+            self._settle()
+            return
+        claimed = space.held.claim()
+        handles = claimed.handles
+        self._send_call(
+            self._ask_core(
+                lambda _: Reassert(number, handles.slots, handles.generations, claimed.counts),
+                lambda marks: self._reasserted(space, number, claimed, expect(marks, Marks)),
+                lambda error: self._not_reopened(space, error),
+            )
+        )
+
+    def _reasserted(self, space: ClientSpace, number: int, claimed: Claimed, marks: Marks) -> None:
+        good = marks.flags
+        if len(good) != len(claimed.handles):
+            raise ProtocolError("the sidecar answers for more or fewer slots than it was asked for")
+        leased = claimed.counts > 0
+        # A commit whose reply was lost may well have been done.
+        unknown = ~leased & space.held.committing(claimed.handles)
+        gone = ~good & ~unknown
+        self._lose(space, Claimed(claimed.handles.where(gone), claimed.counts[gone]))
+        space.held.lose(claimed.handles.where(gone))
+        space.held.end_writing(claimed.handles.where(~good & unknown))
+        space.number = number
+        # What was given back since it was claimed.
+        kept = claimed.handles.where(good & leased)
+        over = claimed.counts[good & leased] - space.held.counts(kept)
+        while (over > 0).any():
+            self._tell(space, Release, kept.where(over > 0))
+            over -= 1
+        reserved = claimed.handles.where(good & ~leased)
+        self._tell(space, Abort, reserved.where(~space.held.writing(reserved)))
+        written = reserved.where(space.held.committing(reserved))
+        if len(written):
+            self._send_call(self.committing(space, written), number)
+        self._opening -= 1
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._opening:
+            self.ready = True
+            self._back()
+
+    def _tell(self, space: ClientSpace, kind: type[Release] | type[Abort], handles: Handles) -> None:
+        """Send what needs no answer; where it cannot be sent, `Reassert` says it later."""
+        if len(handles) and space.number is not None:
+            number = space.number
+            self._send_call(
+                self._ask_core(
+                    lambda _: kind(number, handles.slots, handles.generations),
+                    lambda reply: expect(reply, Done),
+                )
+            )
+
+    def _tell_subscription(self) -> None:
+        on = self._subscribed
+        self._send_call(self._ask_core(lambda _: Subscribe(on), lambda reply: expect(reply, Done)))
+
+    def _ask_core(
+        self,
+        message: Callable[[int], Message],
+        convert: Callable[[Message], Any],
+        refused: Callable[[KVPagerError], object] | None = None,
+    ) -> Ask[Any]:
+        return Ask(None, message, convert, lambda: None, refused=refused)
+
+    def _send_call(self, ask: Ask[Any], space: int = 0) -> None:
+        request = next(self._ids)
+        self._calls[request] = Call(ask, None)
+        self._write(encode(Request(request, ask.message(space)), max_frame=self._max_frame))
+
+    def _write(self, data: bytes) -> None:
+        self._output.append(data)
+        self._output_bytes += len(data)
+
+
+def _at(handles: Handles, places: Any) -> Handles:
+    return Handles(handles.slots[places], handles.generations[places])

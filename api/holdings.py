@@ -1,0 +1,162 @@
+"""What a client holds of a space: leases and reservations, in arrays over its slots, without I/O.
+
+The sidecar has the same books. They are made to agree after every new connection (`Reassert`), so nothing
+leaks where a reply was lost, and nothing is released twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kvstore.handles import Generations
+from ..kvstore.policy import Ids
+
+__all__ = ["Claimed", "Handles", "Holdings"]
+
+_FREE: Final = 0
+_RESERVED: Final = 1
+_COMMITTING: Final = 2
+
+
+@dataclass(frozen=True)
+class Handles:
+    """Slots and the generations under which they were granted.
+
+    Args:
+        slots: int32 [n].
+        generations: int64 [n].
+    """
+
+    slots: Ids
+    generations: Generations
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def where(self, chosen: npt.NDArray[np.bool_]) -> Handles:
+        """Those that are chosen, bool [n]."""
+        return Handles(self.slots[chosen], self.generations[chosen])
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """All that was held when it was said so to the sidecar; ``counts`` is 0 for reservations."""
+
+    handles: Handles
+    counts: Ids
+
+
+class Holdings:
+    """Leases and reservations of a space.
+
+    Args:
+        capacity: slots that it may have.
+
+    Attributes:
+        leases: how many leases are held, those of one slot each counted.
+        reservations: how many slots are reserved, or their commits not answered.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.leases = 0
+        self.reservations = 0
+        # Zeros that nobody touched take no memory.
+        self._counts = np.zeros(capacity, dtype=np.int32)
+        self._writing = np.zeros(capacity, dtype=np.uint8)
+        self._generations = np.zeros(capacity, dtype=np.int64)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is held."""
+        return not self.leases and not self.reservations
+
+    def fits(self, handles: Handles) -> bool:
+        """Whether there is a generation for each of these, and they are slots of the space."""
+        slots = handles.slots
+        if len(slots) != len(handles.generations):
+            return False
+        return not len(slots) or bool(0 <= slots.min() <= slots.max() < len(self._counts))
+
+    def add_leases(self, handles: Handles) -> None:
+        """One more lease on each of these."""
+        slots = handles.slots
+        np.add.at(self._counts, slots, 1)
+        self._generations[slots] = handles.generations
+        # Who has a lease on it need not ask any more whether its commit arrived.
+        self._end_writing(slots)
+        self.leases += len(slots)
+
+    def take_leases(self, handles: Handles) -> npt.NDArray[np.bool_]:
+        """One lease less on each of these, no slot twice: bool [n], which of them were held."""
+        good = self.counts(handles) > 0
+        mine = handles.slots[good]
+        self._counts[mine] -= 1
+        self.leases -= len(mine)
+        return good
+
+    def add_reservations(self, handles: Handles) -> None:
+        """These are reserved."""
+        self._writing[handles.slots] = _RESERVED
+        self._generations[handles.slots] = handles.generations
+        self.reservations += len(handles)
+
+    def start_commit(self, handles: Handles) -> npt.NDArray[np.bool_]:
+        """These are written: bool [n], which of them were reserved. They stay here until `end_writing`."""
+        good = self._current(handles)
+        good[self._writing[handles.slots] != _RESERVED] = False
+        self._writing[handles.slots[good]] = _COMMITTING
+        return good
+
+    def end_writing(self, handles: Handles) -> npt.NDArray[np.bool_]:
+        """These were committed, aborted or refused: bool [n], which of them were still to be."""
+        good = self.writing(handles)
+        self._end_writing(handles.slots[good])
+        return good
+
+    def committing(self, handles: Handles) -> npt.NDArray[np.bool_]:
+        """bool [n]: of which of these the commit was not answered."""
+        found: npt.NDArray[np.bool_] = self._current(handles)
+        found &= self._writing[handles.slots] == _COMMITTING
+        return found
+
+    def writing(self, handles: Handles) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of these are reserved, or committed without an answer."""
+        found: npt.NDArray[np.bool_] = self._current(handles)
+        found &= self._writing[handles.slots] != _FREE
+        return found
+
+    def counts(self, handles: Handles) -> Ids:
+        """int32 [n]: leases that are held under these handles."""
+        held: Ids = np.where(self._current(handles), self._counts[handles.slots], 0).astype(np.int32)
+        return held
+
+    def claim(self) -> Claimed:
+        """All that is held."""
+        leased = np.flatnonzero(self._counts).astype(np.int32)
+        writing = np.flatnonzero(self._writing).astype(np.int32)
+        slots = np.concatenate([leased, writing])
+        counts = np.concatenate([self._counts[leased], np.zeros(len(writing), dtype=np.int32)])
+        return Claimed(Handles(slots, self._generations[slots]), counts)
+
+    def lose(self, handles: Handles) -> None:
+        """These are no longer held, whatever was held of them."""
+        current = handles.where(self._current(handles))
+        self.leases -= int(self._counts[current.slots].sum())
+        self._counts[current.slots] = 0
+        self._end_writing(current.slots)
+        # A generation that none has, so what is released late is not taken for what comes after it.
+        self._generations[current.slots] = 0
+
+    def _current(self, handles: Handles) -> npt.NDArray[np.bool_]:
+        same: npt.NDArray[np.bool_] = self._generations[handles.slots] == handles.generations
+        return same
+
+    def _end_writing(self, slots: Ids) -> None:
+        if self._writing[slots].any():
+            slots = np.unique(slots)
+            self.reservations -= int(np.count_nonzero(self._writing[slots]))
+            self._writing[slots] = _FREE

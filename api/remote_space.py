@@ -1,0 +1,243 @@
+"""RemoteSpace: a space of a sidecar, whose blocks are read and written where they lie."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kvstore.handles import Generations, Lease, Reservation
+from ..kvstore.hashing import HASH_BYTES, Tokens
+from ..kvstore.policy import Ids
+from ..kvstore.slot_space import SlotSpace
+from ..tiers.errors import ClosedError, StaleHandleError
+from ..tiers.mover import HostMover
+from ..tiers.settings import expect_array, expect_byte_strings, expect_seconds
+from .client_calls import Ask
+from .client_core import ClientCore
+from .client_space import ClientSpace
+from .holdings import Handles
+from .space_asks import LoadedLease, SpaceAsks, handles_of
+
+__all__ = ["RemoteLoad", "RemoteSpace", "Shell"]
+
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
+_INT32: Final = np.dtype(np.int32)
+_LOAD_SECONDS: Final = 10.0
+"""How long a load that is not waited for goes on at most."""
+
+
+class Shell(Protocol):
+    """A connection, as far as its spaces need it."""
+
+    core: ClientCore
+    mover: HostMover
+    strict: bool
+    timeout: float
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        ...
+
+    def ask(self, ask: Ask[_T]) -> _T:
+        """Make a request and wait for what becomes of it."""
+        ...
+
+    def begin(self, ask: Ask[_T]) -> PendingCall[_T]:
+        """Make a request without waiting."""
+        ...
+
+    def release(self, space: ClientSpace, handles: Handles) -> int:
+        """`ClientCore.release`, sent."""
+        ...
+
+    def abort(self, space: ClientSpace, handles: Handles) -> int:
+        """`ClientCore.abort`, sent."""
+        ...
+
+    def commit(self, space: ClientSpace, handles: Handles) -> int:
+        """Commit, and wait for it; returns how many were refused at once."""
+        ...
+
+
+class PendingCall(Protocol[_T_co]):
+    """A request that was made and is not waited for."""
+
+    def result(self, seconds: float) -> _T_co | None:
+        """What became of it; None where that is not known after so many seconds."""
+        ...
+
+    def abandon(self) -> None:
+        """Nobody wants the result, now or later: it is given back."""
+        ...
+
+
+class RemoteLoad:
+    """Blocks on their way up from the cold tier of a sidecar. See `ColdLoad`, which this stands in for."""
+
+    def __init__(self, call: PendingCall[LoadedLease]) -> None:
+        self._call = call
+        self._lease: LoadedLease | None = None
+        self._until = time.monotonic() + _LOAD_SECONDS
+        self._released = False
+
+    @property
+    def loaded(self) -> int:
+        """Blocks that have arrived so far."""
+        return self._lease.loaded if self._lease is not None else 0
+
+    def done(self) -> bool:
+        """Whether everything that is to be had has arrived."""
+        return self.wait(0.0)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is done, `seconds` at most; returns whether it is."""
+        seconds = expect_seconds("seconds", seconds)
+        if self._lease is None and not self._released:
+            self._lease = self._call.result(seconds)
+        return self._lease is not None or self._released or time.monotonic() > self._until
+
+    def release(self) -> None:
+        """Whoever waited has leases of his own now, or wants the blocks no more. Idempotent."""
+        if not self._released:
+            self._released = True
+            if self._lease is not None:
+                self._lease.release()
+            else:
+                self._call.abandon()
+
+
+class RemoteSpace(SlotSpace):
+    """One layout and shard in a sidecar. Open it with `Connection.space`; call it from any thread.
+
+    Calls are those of `HostSpace`. Where the sidecar does not answer in time they find and keep nothing, and
+    do not raise unless the connection is strict: then `ServiceUnavailableError`, and `StaleHandleError` for
+    handles that are not held any more. After `Connection.close` they raise `ClosedError`.
+
+    Args:
+        shell: the connection.
+        space: what its core knows of it.
+    """
+
+    def __init__(self, shell: Shell, space: ClientSpace) -> None:
+        super().__init__(space.layout, space.arena.extent_bytes, space.arena.num_extents)
+        self.shard = space.shard
+        self.tenant = space.tenant
+        self.id = space.id
+        self._shell = shell
+        self._space = space
+        self._asks = SpaceAsks(shell.core, space, self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection was closed."""
+        return self._shell.closed
+
+    @property
+    def device_delta(self) -> int:
+        """What to add to `addresses` on a GPU, bytes. No GPU has the memory mapped yet: 0."""
+        return 0
+
+    def readable_in_place(self, slots: Ids) -> npt.NDArray[np.bool_]:
+        """Whether attention may read these slots where they lie: the CPU may, bool [n]."""
+        return np.ones(len(expect_array("slots", slots, _INT32)), dtype=np.bool_)
+
+    def match(
+        self,
+        hashes: Sequence[bytes] | None = None,
+        *,
+        tokens: Tokens | None = None,
+        chain: bytes | None = None,
+        cold_deadline: float | None = None,
+    ) -> Lease:
+        """Lease the leading blocks that are resident. See `HostSpace.match`."""
+        names = self._asks.hashes(hashes, tokens, chain)
+        return self._shell.ask(self._asks.match(names, cold_deadline))
+
+    def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+        """Lease remembered slots, each once. See `HostSpace.lease`."""
+        if not len(slots):
+            return np.zeros(0, dtype=np.bool_)
+        return self._shell.ask(self._asks.lease(slots, generations))
+
+    def release(self, slots: Ids, generations: Generations) -> None:
+        """End leases. Does not wait: what cannot be said now is said by the next connection."""
+        self._refused("release", self._shell.release(self._space, handles_of(slots, generations)))
+
+    def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+        """Slots to write blocks into. See `HostSpace.reserve`."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        return self.reserve_named(hashes, wait=expect_seconds("wait", wait))
+
+    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+        """`reserve` that trusts its arguments."""
+        return self._shell.ask(self._asks.reserve(hashes, wait))
+
+    def commit(self, slots: Ids, generations: Generations, *, in_cold: bool = False) -> None:
+        """Reserved slots are written: let them be found. Waits for the reply.
+
+        Where it does not come the commit is said again by the next connection.
+
+        Args:
+            in_cold: of no effect here; the sidecar knows what its cold tier has.
+        """
+        handles = handles_of(slots, generations)
+        if len(handles):
+            self._refused("commit", self._shell.commit(self._space, handles))
+
+    def abort(self, slots: Ids, generations: Generations) -> None:
+        """Reserved slots will not be written. Does not wait, as `release`."""
+        self._refused("abort", self._shell.abort(self._space, handles_of(slots, generations)))
+
+    def pin(self, hashes: Sequence[bytes]) -> int:
+        """Keep resident blocks in host memory until `unpin`; returns how many leading ones were there."""
+        return self._shell.ask(self._asks.pin(hashes))
+
+    def unpin(self, hashes: Sequence[bytes]) -> int:
+        """End a pin; returns how many of the blocks were pinned."""
+        return self._shell.ask(self._asks.unpin(hashes))
+
+    def evict(self, count: int) -> int:
+        """Let go of up to `count` blocks, coldest first; returns how many went."""
+        return self._shell.ask(self._asks.evict(count))
+
+    def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
+        """Bring blocks up from the cold tier and lease the leading ones that are resident then."""
+        return self._shell.ask(self._asks.load(hashes, deadline))
+
+    def start_load(self, hashes: Sequence[bytes]) -> RemoteLoad:
+        """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
+        return RemoteLoad(self._shell.begin(self._asks.load(hashes, _LOAD_SECONDS)))
+
+    def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
+        """Keep a small named record in the cold tier; False where there is none or it did not take it."""
+        seconds = self._shell.timeout if deadline is None else deadline
+        return bool(self._shell.ask(self._asks.put_note(name, value, seconds)))
+
+    def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
+        """A named record from the cold tier, or None."""
+        seconds = self._shell.timeout if deadline is None else deadline
+        return self._shell.ask(self._asks.get_note(name, seconds))
+
+    # Inside
+
+    def _base(self) -> int:
+        if self._shell.closed:
+            raise ClosedError("the connection to the sidecar was closed")
+        base: int = self._space.arena.base
+        return base
+
+    def _bytes(self, offset: int, nbytes: int) -> memoryview:
+        return self._space.arena.bytes[offset : offset + nbytes]
+
+    def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
+        self._shell.mover.copy_now(source, target, self.layout.block_bytes)
+
+    def _refused(self, what: str, count: int) -> None:
+        if count and self._shell.strict:
+            raise StaleHandleError(f"{what} refused for {count} slots: not held any more")

@@ -1,0 +1,230 @@
+"""The requests that are made of a space, and what their replies become; the same for every shell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus, SlotOwner
+from ..kvstore.hashing import HASH_BYTES, Tokens, hash_blocks
+from ..kvstore.policy import Ids
+from ..tiers.errors import ConfigError, ProtocolError
+from ..tiers.settings import (
+    expect_array,
+    expect_byte_strings,
+    expect_bytes,
+    expect_integer,
+    expect_seconds,
+)
+from .client_calls import Ask, expect
+from .client_core import ClientCore
+from .client_space import ClientSpace
+from .holdings import Handles
+from .messages import (
+    Count,
+    Evict,
+    GetNote,
+    Leased,
+    LeaseSlots,
+    Load,
+    Marks,
+    Match,
+    Message,
+    Note,
+    Pin,
+    PutNote,
+    Reserve,
+    Reserved,
+    Unpin,
+)
+
+__all__ = ["LoadedLease", "SpaceAsks", "handles_of"]
+
+_INT32: Final = np.dtype(np.int32)
+_INT64: Final = np.dtype(np.int64)
+_NEW: Final = int(ReserveStatus.NEW)
+_DENIED: Final = int(ReserveStatus.DENIED)
+
+
+class LoadedLease(Lease):
+    """A lease whose blocks may have been brought up from the cold tier for it.
+
+    Attributes:
+        loaded: how many of them were.
+    """
+
+    def __init__(
+        self, space: SlotOwner, slots: Ids, generations: Generations, cold: int = 0, loaded: int = 0
+    ) -> None:
+        super().__init__(space, slots, generations, cold)
+        self.loaded = loaded
+
+
+class SpaceAsks:
+    """Makes the requests about one space. Arguments are checked here, once for all shells.
+
+    Args:
+        core: whose space it is.
+        space: the space.
+        owner: whom leases and reservations are given back to.
+    """
+
+    def __init__(self, core: ClientCore, space: ClientSpace, owner: SlotOwner) -> None:
+        self._core = core
+        self._space = space
+        self._owner = owner
+
+    def hashes(
+        self, hashes: Sequence[bytes] | None, tokens: Tokens | None, chain: bytes | None
+    ) -> Sequence[bytes]:
+        """The names that a match is of; arguments as of `HostSpace.match`."""
+        if hashes is None and tokens is not None and chain is not None:
+            chain = expect_bytes("chain", chain, HASH_BYTES)
+            return hash_blocks(tokens, self._space.layout.block_size, chain)
+        if hashes is None or tokens is not None or chain is not None:
+            raise ConfigError("hashes", "give these, or tokens and the root of their chain")
+        return expect_byte_strings("hashes", hashes, HASH_BYTES)
+
+    def match(self, hashes: Sequence[bytes], cold_deadline: float | None) -> Ask[Lease]:
+        """Lease the leading blocks that are resident."""
+        seconds = 0.0 if cold_deadline is None else expect_seconds("cold_deadline", cold_deadline)
+        names = tuple(hashes)
+        return Ask(
+            self._space,
+            lambda number: Match(number, names, seconds),
+            lambda reply: self._leased(reply, len(names)),
+            self._no_lease,
+            seconds,
+            self._drop_lease,
+        )
+
+    def load(self, hashes: Sequence[bytes], deadline: float) -> Ask[LoadedLease]:
+        """Bring blocks up from the cold tier, and lease the leading ones that are there."""
+        names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
+        seconds = expect_seconds("deadline", deadline)
+        return Ask(
+            self._space,
+            lambda number: Load(number, names, seconds),
+            lambda reply: self._leased(reply, len(names)),
+            self._no_lease,
+            seconds,
+            self._drop_lease,
+        )
+
+    def lease(self, slots: Ids, generations: Generations) -> Ask[npt.NDArray[np.bool_]]:
+        """Lease remembered slots."""
+        handles = handles_of(slots, generations)
+
+        def convert(reply: Message) -> npt.NDArray[np.bool_]:
+            flags = expect(reply, Marks).flags
+            if len(flags) != len(handles):
+                raise ProtocolError("there is not one mark for each slot that was to be leased")
+            leased = handles.where(flags)
+            self._check(leased)
+            self._space.held.add_leases(leased)
+            return flags
+
+        return Ask(
+            self._space,
+            lambda number: LeaseSlots(number, handles.slots, handles.generations),
+            convert,
+            lambda: np.zeros(len(handles), dtype=np.bool_),
+            drop=lambda flags: self._core.release(self._space, handles.where(flags)),
+        )
+
+    def reserve(self, hashes: Sequence[bytes], wait: float) -> Ask[Reservation]:
+        """Ask for slots to write blocks into."""
+        names = tuple(hashes)
+
+        def convert(reply: Message) -> Reservation:
+            got = expect(reply, Reserved)
+            if not len(got.statuses) == len(got.slots) == len(got.generations) == len(names):
+                raise ProtocolError("there is not one answer for each block that was to be reserved")
+            new = Handles(got.slots, got.generations).where(got.statuses == _NEW)
+            self._check(new)
+            self._space.held.add_reservations(new)
+            return Reservation(self._owner, names, got.statuses, got.slots, got.generations)
+
+        def instead() -> Reservation:
+            status = np.full(len(names), _DENIED, dtype=np.uint8)
+            slots, generations = np.zeros(len(names), np.int32), np.zeros(len(names), np.int64)
+            return Reservation(self._owner, names, status, slots, generations)
+
+        def drop(reservation: Reservation) -> None:
+            new = reservation.new
+            self._core.abort(self._space, Handles(reservation.slots[new], reservation.generations[new]))
+
+        return Ask(self._space, lambda number: Reserve(number, names, wait), convert, instead, wait, drop)
+
+    def pin(self, hashes: Sequence[bytes]) -> Ask[int]:
+        """Keep resident blocks from eviction."""
+        names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
+        return self._counted(lambda number: Pin(number, names))
+
+    def unpin(self, hashes: Sequence[bytes]) -> Ask[int]:
+        """Let pinned blocks be evicted again."""
+        names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
+        return self._counted(lambda number: Unpin(number, names))
+
+    def evict(self, count: int) -> Ask[int]:
+        """Let go of blocks, coldest first."""
+        count = expect_integer("count", count, 0)
+        return self._counted(lambda number: Evict(number, count))
+
+    def put_note(self, name: bytes, value: bytes, deadline: float) -> Ask[int]:
+        """Keep a small record in the cold tier; 1 where it was kept."""
+        name, value = expect_bytes("name", name), expect_bytes("value", value)
+        seconds = expect_seconds("deadline", deadline)
+        return self._counted(lambda number: PutNote(number, name, value, seconds), seconds)
+
+    def get_note(self, name: bytes, deadline: float) -> Ask[bytes | None]:
+        """A small record from the cold tier."""
+        name, seconds = expect_bytes("name", name), expect_seconds("deadline", deadline)
+
+        def convert(reply: Message) -> bytes | None:
+            note = expect(reply, Note)
+            return note.value if note.found else None
+
+        return Ask(self._space, lambda number: GetNote(number, name, seconds), convert, lambda: None, seconds)
+
+    # Inside: what follows is called with the shell's lock held.
+
+    def _counted(self, message: Callable[[int], Message], seconds: float = 0.0) -> Ask[int]:
+        return Ask(self._space, message, lambda reply: expect(reply, Count).count, lambda: 0, seconds)
+
+    def _leased(self, reply: Message, asked: int) -> LoadedLease:
+        got = expect(reply, Leased)
+        handles = Handles(got.slots, got.generations)
+        if len(got.slots) > asked:
+            raise ProtocolError("more blocks were leased than were asked for")
+        self._check(handles)
+        self._space.held.add_leases(handles)
+        return LoadedLease(self._owner, got.slots, got.generations, got.cold, got.loaded)
+
+    def _no_lease(self) -> LoadedLease:
+        return LoadedLease(self._owner, np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
+
+    def _drop_lease(self, lease: Lease) -> None:
+        self._core.release(self._space, Handles(lease.slots, lease.generations))
+
+    def _check(self, handles: Handles) -> None:
+        if not self._space.held.fits(handles):
+            raise ProtocolError("the sidecar names slots that the space does not have")
+
+
+def handles_of(slots: Ids, generations: Generations) -> Handles:
+    """Slots and generations that a caller gives.
+
+    Raises:
+        ConfigError: they are no integers, or not one generation for each slot.
+    """
+    slots = expect_array("slots", slots, _INT32)
+    generations = expect_array("generations", generations, _INT64)
+    if len(slots) != len(generations):
+        raise ConfigError(
+            "generations", f"must be one for each of {len(slots)} slots, got {len(generations)}"
+        )
+    return Handles(slots, generations)
