@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
+from ..kvstore.hashing import space_id
 from ..kvstore.host import HostStore
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
@@ -71,6 +72,8 @@ _MOST_WAIT: Final = 60.0
 """Seconds that a request waits at most, whatever it asks for."""
 _MOST_SPACES: Final = 256
 """Spaces of a sidecar; each has records of all the slots that it might have."""
+_MOST_NUMBERS: Final = 1024
+"""Spaces, by layout, shard and tenant, that one connection opens."""
 _MOST_SLOTS: Final = 1 << 24
 """Slots of a space: an arena in blocks of a few bytes would be all records."""
 _MOST_TEXT: Final = 256
@@ -229,12 +232,17 @@ class Answers:
                 "block_size",
                 f"blocks of {layout.block_bytes} bytes are {slots} slots, {_MOST_SLOTS} are taken",
             )
-        if len(service.spaces) >= _MOST_SPACES:
+        name = space_id(layout, shard)
+        if name not in service.spaces and len(service.spaces) >= _MOST_SPACES:
             raise CapacityError(f"the sidecar has {_MOST_SPACES} spaces, and takes no more")
         space = self._host.space(layout, shard=shard)
-        service.spaces.add(space.id)
-        number = self._numbers.setdefault((space.id, tenant), len(self._spaces))
-        if number == len(self._spaces):
+        service.spaces.add(name)
+        number = self._numbers.get((name, tenant))
+        if number is None:
+            number = len(self._spaces)
+            if number >= _MOST_NUMBERS:
+                raise CapacityError(f"a connection opens {_MOST_NUMBERS} spaces at most")
+            self._numbers[name, tenant] = number
             self._spaces.append(space)
         return SpaceOpened(number, space.id, space.slots_per_extent)
 

@@ -20,6 +20,7 @@ from ..kvstore.policy import Ids
 from ..tiers.errors import ProtocolError
 
 __all__ = [
+    "MOST_HASHES",
     "Abort",
     "Blocks",
     "Commit",
@@ -61,6 +62,8 @@ __all__ = [
 
 Hashes: TypeAlias = tuple[bytes, ...]
 """Prefix hashes; they travel one after the other, in one byte string."""
+MOST_HASHES: Final = 1 << 20
+"""Hashes of one message: a frame of more would keep its reader from everybody else too long."""
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Statuses: TypeAlias = npt.NDArray[np.uint8]
 
@@ -106,9 +109,17 @@ def _array_codec(wire: str, kind: type[np.generic]) -> _Codec:
     return _Codec(pack, unpack)
 
 
+def _pack_hashes(value: Hashes) -> bytes:
+    if len(value) > MOST_HASHES:
+        raise ProtocolError(f"{len(value)} hashes were to go in one message, {MOST_HASHES} may")
+    return b"".join(value)
+
+
 def _unpack_hashes(value: Any) -> Hashes:
     if type(value) is not bytes or len(value) % HASH_BYTES:
         raise ProtocolError("a field that should be hashes is not a multiple of their length")
+    if len(value) > MOST_HASHES * HASH_BYTES:
+        raise ProtocolError(f"{len(value) // HASH_BYTES} hashes came in one message, {MOST_HASHES} may")
     return tuple(value[i : i + HASH_BYTES] for i in range(0, len(value), HASH_BYTES))
 
 
@@ -132,7 +143,7 @@ _CODECS: Final[dict[Any, _Codec]] = {
     float: _Codec(float, _unpack_float),
     tuple[str, ...]: _Codec(list, _unpack_texts),
     dict[str, Any]: _Codec(_same, _unpack_map),
-    Hashes: _Codec(b"".join, _unpack_hashes),
+    Hashes: _Codec(_pack_hashes, _unpack_hashes),
     Ids: _array_codec("<i4", np.int32),
     Generations: _array_codec("<i8", np.int64),
     Statuses: _array_codec("u1", np.uint8),

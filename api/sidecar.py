@@ -18,10 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from typing import Final
 
 from ..kvstore.events import BlockEvent
+from ..kvstore.hashing import HASH_BYTES
 from ..kvstore.host import HostStore
 from ..tiers.errors import (
     AccessDeniedError,
@@ -56,6 +58,10 @@ _WAITING_THREADS: Final = 64
 _WORKING_THREADS: Final = 4
 _MOST_EVENTS: Final = 4096
 """Events that wait for the loop."""
+_EVENT_HASHES: Final = 1 << 14
+"""Of one event's frame; what is more goes in several."""
+_EVENT_BYTES: Final = 256
+"""Of an event's frame beside them, at most."""
 _DRAIN_POLL: Final = 0.01
 _LAST_WORD_SECONDS: Final = 0.5
 """For clients to read their last replies."""
@@ -366,14 +372,15 @@ class Sidecar:
     def _send_events(self) -> None:
         self._events_due = False
         dropped, self._events_dropped = self._events_dropped, 0
+        most = min(_EVENT_HASHES, (self._service.max_frame - _EVENT_BYTES) // HASH_BYTES)
         while self._events:
-            # Made once for all who missed as many before it.
-            frame = cache(partial(_event_frame, self._events.popleft(), self._service.max_frame))
-            for connection in self._subscribers:
-                try:
+            event = self._events.popleft()
+            for start in range(0, len(event.hashes), most):
+                part = replace(event, hashes=event.hashes[start : start + most])
+                # Made once for all who missed as many before it.
+                frame = cache(partial(_event_frame, part, self._service.max_frame))
+                for connection in self._subscribers:
                     connection.send_event(frame)
-                except ProtocolError:  # longer than a frame
-                    connection.lose_events(1)
         if dropped:
             for connection in self._subscribers:
                 connection.lose_events(dropped)

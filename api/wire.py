@@ -38,7 +38,7 @@ MAGIC: Final = "kvpager"
 VERSION: Final = 1
 """Of the protocol. Two sides speak the older of their newest versions, if the other still speaks it."""
 MAX_FRAME: Final = 64 << 20
-"""Bytes of the largest frame: a few blocks inline, or the hashes of 64M tokens."""
+"""Bytes of the largest frame: a few blocks inline."""
 
 _LENGTH: Final = struct.Struct("<I")
 _REQUEST, _REPLY, _FAILURE, _NOTICE = range(4)

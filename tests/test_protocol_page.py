@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 from kvpager.api import answers, listening, sidecar, wire
 from kvpager.api.connection import Limits
-from kvpager.api.messages import Flags, Hashes, Message, Statuses
+from kvpager.api.messages import MOST_HASHES, Flags, Hashes, Message, Statuses
 from kvpager.kvstore.handles import Generations, ReserveStatus
 from kvpager.kvstore.policy import Ids
 from kvpager.tests.wire_frames import MESSAGES
@@ -64,6 +64,7 @@ def test_numbers_are_as_they_are_written() -> None:
     assert f"within {sidecar._HELLO_SECONDS:g} seconds" in PAGE
     assert f"{sidecar._MOST_HELLO:,} bytes long at most" in PAGE
     assert f"kvpager/{listening._SOCKET_NAME}" in PAGE
+    assert f"{MOST_HASHES:,} of them at most" in PAGE
     kinds = wire._REQUEST, wire._REPLY, wire._FAILURE, wire._NOTICE
     for name, number in zip(("request", "reply", "failure", "notice"), kinds, strict=True):
         assert f"| {name} | `[{number}, " in PAGE

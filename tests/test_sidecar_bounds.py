@@ -216,6 +216,24 @@ def test_who_subscribes_is_told_what_happens(running: Running, client: RawClient
         assert isinstance(watching.call(GetStats()), Stats)
 
 
+def test_an_event_of_many_blocks_comes_in_parts_that_fit_a_frame(host: HostStore, path: Path) -> None:
+    with (
+        Running(path, host, max_frame=4096),
+        RawClient(path) as watching,
+        host.space(LAYOUT).reserve(names(0, 500)) as reservation,
+    ):
+        watching.call(Subscribe(True), Done)
+        reservation.commit()
+        got: list[bytes] = []
+        while len(got) < 500:
+            frame = watching.receive()
+            assert isinstance(frame, Notice)
+            assert isinstance(frame.message, Event)
+            assert len(encode(frame)) <= 4100
+            got += frame.message.hashes
+        assert tuple(got) == names(0, 500)
+
+
 def test_who_does_not_take_events_is_told_how_many_were_lost(running: Running, client: RawClient) -> None:
     client.open()
     with RawClient(running.path, OTHER) as slow:
@@ -289,12 +307,12 @@ def mutated(frame: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
-def fuzz(running: Running, client: RawClient, frames: int) -> None:
+def fuzz(running: Running, client: RawClient, frames: int, first: int = 1 << 40) -> None:
     """Frames with bytes changed, lost, doubled and swapped, and requests with arguments of any kind."""
     chance = random.Random(4)
     client.open()
-    kept = store(client, 0, 1 << 40, 32)
-    leased = client.call(Match(0, names(1 << 40, 32), 0.0), Leased)
+    kept = store(client, 0, first, 32)
+    leased = client.call(Match(0, names(first, 32), 0.0), Leased)
     requests = [
         open_space(),
         Match(0, names(0, 3), 0.0),
@@ -352,5 +370,5 @@ def test_mutated_frames_harm_nobody(running: Running, client: RawClient) -> None
 def test_very_many_mutated_frames_harm_nobody_and_nothing_grows(running: Running, client: RawClient) -> None:
     fuzz(running, client, 5_000)
     descriptors = len(os.listdir("/proc/self/fd"))
-    fuzz(running, client, 100_000)
+    fuzz(running, client, 100_000, 1 << 41)
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 2

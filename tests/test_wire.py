@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvpager.api import messages
 from kvpager.api.messages import (
+    MOST_HASHES,
     Count,
     Done,
     Flags,
@@ -168,6 +169,14 @@ def test_a_frame_that_is_too_long_is_neither_sent_nor_taken() -> None:
     length = len(encode(frame)) - 4
     assert len(encode(frame, max_frame=length)) == length + 4
     assert len(FrameReader(length).feed(encode(frame))) == 1
+
+
+def test_more_hashes_than_one_message_may_have_are_neither_sent_nor_taken() -> None:
+    with pytest.raises(ProtocolError, match="1048577 hashes were to go"):
+        encode(Request(1, Match(0, (bytes(16),) * (MOST_HASHES + 1), 0.0)))
+    with pytest.raises(ProtocolError, match="1048577 hashes came"):
+        FrameReader().feed(framed((0, 1, Match.TAG, [0, bytes(16 * (MOST_HASHES + 1)), 0.0])))
+    assert len(FrameReader().feed(framed((0, 1, Match.TAG, [0, bytes(16 * MOST_HASHES), 0.0])))) == 1
 
 
 def framed(body: Any) -> bytes:
