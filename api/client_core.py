@@ -457,7 +457,10 @@ class ClientCore:
     def _set_adrift(self, space: ClientSpace, arena: Arena) -> None:
         """The memory that a space's slots are in is no longer the sidecar's."""
         if space.adrift is None:
-            self._lose(space, space.held.claim())
+            claimed = space.held.claim()
+            self._lose(space, claimed)
+            # Nobody will give back what was committed and not answered.
+            space.held.end_writing(claimed.handles.where(space.held.committing(claimed.handles)))
         space.adrift = arena
         self._go_ashore(space)
 
