@@ -302,22 +302,14 @@ class ClientCore:
 
     def release(self, space: ClientSpace, handles: Handles) -> int:
         """End leases; returns how many of them were not held."""
-        slots = handles.slots
         if not space.held.fits(handles):
-            self.counters.refused += len(slots)
-            return len(slots)
+            self.counters.refused += len(handles)
+            return len(handles)
         refused = 0
-        while len(handles):
-            first = np.unique(handles.slots, return_index=True)[1]
-            once = handles if len(first) == len(handles) else _at(handles, np.sort(first))
-            good = space.held.take_leases(once)
-            refused += len(once) - int(np.count_nonzero(good))
-            self._tell(space, Release, once.where(good))
-            if once is handles:
-                break
-            rest = np.ones(len(handles), dtype=np.bool_)
-            rest[first] = False
-            handles = handles.where(rest)
+        for part in handles.rounds():
+            good = space.held.take_leases(part)
+            refused += len(part) - int(np.count_nonzero(good))
+            self._tell(space, Release, part.where(good))
         self.counters.refused += refused
         self._go_ashore(space)
         return refused
@@ -519,25 +511,14 @@ class ClientCore:
         good = marks.flags
         if len(good) != len(claimed.handles):
             raise ProtocolError("the sidecar answers for more or fewer slots than it was asked for")
-        leased = claimed.counts > 0
-        # A commit whose reply was lost may well have been done.
-        unknown = ~leased & space.held.committing(claimed.handles)
-        gone = ~good & ~unknown
-        self._lose(space, Claimed(claimed.handles.where(gone), claimed.counts[gone]))
-        space.held.lose(claimed.handles.where(gone))
-        space.held.end_writing(claimed.handles.where(~good & unknown))
+        amends = space.held.settle(claimed, good)
+        self._lose(space, amends.lost)
         space.number = number
-        # What was given back since it was claimed.
-        kept = claimed.handles.where(good & leased)
-        over = claimed.counts[good & leased] - space.held.counts(kept)
-        while (over > 0).any():
-            self._tell(space, Release, kept.where(over > 0))
-            over -= 1
-        reserved = claimed.handles.where(good & ~leased)
-        self._tell(space, Abort, reserved.where(~space.held.writing(reserved)))
-        written = reserved.where(space.held.committing(reserved))
-        if len(written):
-            self._send_call(self.committing(space, written), number)
+        for handles in amends.released:
+            self._tell(space, Release, handles)
+        self._tell(space, Abort, amends.aborted)
+        if len(amends.committed):
+            self._send_call(self.committing(space, amends.committed), number)
         self._opening -= 1
         self._settle()
 
@@ -577,7 +558,3 @@ class ClientCore:
     def _write(self, data: bytes) -> None:
         self._output.append(data)
         self._output_bytes += len(data)
-
-
-def _at(handles: Handles, places: Any) -> Handles:
-    return Handles(handles.slots[places], handles.generations[places])

@@ -6,6 +6,7 @@ leaks where a reply was lost, and nothing is released twice.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from ..kvstore.handles import Generations
 from ..kvstore.policy import Ids
 
-__all__ = ["Claimed", "Handles", "Holdings"]
+__all__ = ["Amends", "Claimed", "Handles", "Holdings"]
 
 _FREE: Final = 0
 _RESERVED: Final = 1
@@ -37,6 +38,18 @@ class Handles:
     def __len__(self) -> int:
         return len(self.slots)
 
+    def rounds(self) -> Iterator[Handles]:
+        """The same in parts, no slot twice in one."""
+        left = self
+        while len(left):
+            first = np.zeros(len(left), dtype=np.bool_)
+            first[np.unique(left.slots, return_index=True)[1]] = True
+            if first.all():
+                yield left
+                return
+            yield left.where(first)
+            left = left.where(~first)
+
     def where(self, chosen: npt.NDArray[np.bool_]) -> Handles:
         """Those that are chosen, bool [n]."""
         return Handles(self.slots[chosen], self.generations[chosen])
@@ -48,6 +61,23 @@ class Claimed:
 
     handles: Handles
     counts: Ids
+
+
+@dataclass(frozen=True)
+class Amends:
+    """What is to be said after `Reassert` was answered.
+
+    Args:
+        lost: what is not held any more.
+        released: leases that were given back after they were claimed, in parts with no slot twice.
+        aborted: reservations, likewise.
+        committed: reservations whose commits were not answered.
+    """
+
+    lost: Claimed
+    released: tuple[Handles, ...]
+    aborted: Handles
+    committed: Handles
 
 
 class Holdings:
@@ -150,6 +180,25 @@ class Holdings:
         self._end_writing(current.slots)
         # A generation that none has, so what is released late is not taken for what comes after it.
         self._generations[current.slots] = 0
+
+    def settle(self, claimed: Claimed, good: npt.NDArray[np.bool_]) -> Amends:
+        """What was claimed is answered, bool [n]: forget what is lost, and tell what is to be said now."""
+        leased = claimed.counts > 0
+        # A commit whose reply was lost may well have been done.
+        unknown = ~good & ~leased & self.committing(claimed.handles)
+        gone = ~good & ~unknown
+        self.end_writing(claimed.handles.where(unknown))
+        self.lose(claimed.handles.where(gone))
+        kept = claimed.handles.where(good & leased)
+        over = claimed.counts[good & leased] - self.counts(kept)
+        most = int(over.max()) if len(over) else 0
+        reserved = claimed.handles.where(good & ~leased)
+        return Amends(
+            Claimed(claimed.handles.where(gone), claimed.counts[gone]),
+            tuple(kept.where(over > number) for number in range(most)),
+            reserved.where(~self.writing(reserved)),
+            reserved.where(self.committing(reserved)),
+        )
 
     def _current(self, handles: Handles) -> npt.NDArray[np.bool_]:
         same: npt.NDArray[np.bool_] = self._generations[handles.slots] == handles.generations

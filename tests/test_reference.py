@@ -11,6 +11,7 @@ from typing import Any
 
 import kvpager
 import pytest
+from kvpager.api.client import connect
 from kvpager.engine import LLM, Completion, SamplingParams
 from kvpager.engine.sequence import FinishReason
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
@@ -46,7 +47,7 @@ def signature(called: Callable[..., Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "called", [KVLayout, ChainIdentity, hash_blocks, HostStore, TieredStore, open_cold_tier]
+    "called", [KVLayout, ChainIdentity, hash_blocks, HostStore, TieredStore, open_cold_tier, connect]
 )
 def test_signatures_are_as_they_are_written(called: Callable[..., Any]) -> None:
     assert f"{called.__name__}({signature(called)})" in CODE
