@@ -184,9 +184,9 @@ def test_requests_that_wait_are_bounded_and_the_clients_quick_ones_go_on(tmp_pat
         assert running.sidecar.groups == 2
 
 
-def test_a_request_with_the_number_of_one_under_way_ends_the_connection(tmp_path: Path, path: Path) -> None:
-    cold = DiskColdTier(tmp_path / "cold", capacity_bytes=64 << 20)
-    with HostStore(ARENA, cold=cold) as host, Running(path, host), RawClient(path) as client:
+def test_a_request_with_the_number_of_one_under_way_ends_the_connection(host: HostStore, path: Path) -> None:
+    # No thread may wait for it: the first is under way for good.
+    with Running(path, host, limits=Limits(waiting=0)), RawClient(path) as client:
         client.open()
         client.socket.sendall(encode(Request(5, GetNote(0, b"x", 5.0))) * 2)
         frame = client.receive()
