@@ -179,6 +179,8 @@ class Running:
         self._settings = settings
 
     def __enter__(self) -> Running:
+        # Memory comes in the background, and a test that finds none of it yet is granted nothing.
+        assert self.host.arena.wait_ready(self.host.arena.num_extents, timeout=30.0)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
