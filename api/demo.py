@@ -82,10 +82,15 @@ def _run(options: argparse.Namespace) -> int:
 @contextmanager
 def _cold_place(options: argparse.Namespace, interruptions: Interruptions) -> Iterator[str]:
     """Where the cold tier is kept; a folder made for the demo goes when it is over."""
-    for option, chosen in (("--redis", options.redis), ("--disk", options.disk)):
-        if chosen is not None:
-            yield expect_text(option, chosen)
-            return
+    if options.redis is not None:
+        url = expect_text("--redis", options.redis)
+        if "://" not in url:
+            raise ConfigError("--redis", f"must be a URL such as redis://localhost:6379, got {url!r}")
+        yield url
+        return
+    if options.disk is not None:
+        yield expect_text("--disk", options.disk)
+        return
     with ExitStack() as rest:
         with interruptions.put_off():
             folder = tempfile.mkdtemp(prefix="kvpager-demo-")

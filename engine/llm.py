@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -195,6 +195,7 @@ class LLM:
         self._next_id = 0
         self._driven = threading.Lock()
         self._closed = False
+        self._ended = False  # closed to the end: what was interrupted may be closed again
 
     @property
     def tokenizer(self) -> object:
@@ -383,9 +384,27 @@ class LLM:
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence that nobody waits for any more; nothing where it has ended."""
+        with self._driving("a sequence is aborted"):
+            self._abort(sequence)
+
+    def _abort(self, sequence: Sequence) -> None:
         if _as_sequence(sequence).state is not SequenceState.FINISHED:
             self._scheduler.finish(sequence, FinishReason.ABORTED)
             self._finished(sequence)
+
+    @contextmanager
+    def _driving(self, what: str) -> Iterator[None]:
+        """Nobody else is in a step, nor will be before this ends.
+
+        Raises:
+            RequestError: somebody is: another thread, or the one whose signal handler this is.
+        """
+        if not self._driven.acquire(blocking=False):
+            raise RequestError(f"the engine is in a step; {what} between steps, by the thread that drives it")
+        try:
+            yield
+        finally:
+            self._driven.release()
 
     def completion(self, sequence: Sequence) -> Completion:
         """What became of a finished sequence.
@@ -457,8 +476,12 @@ class LLM:
             ConfigError: `drain` is not a number of seconds; the engine stays open.
         """
         drain = expect_seconds("drain", drain)
-        if self._closed:
+        if self._ended:
             return
+        with self._driving("it is closed"):
+            self._close(drain)
+
+    def _close(self, drain: float) -> None:
         if drain > 0 and self._cold is not None and not is_open(self._cold):
             _log.warning("nothing is drained: the cold tier was closed before the engine")
             drain = 0.0
@@ -468,12 +491,14 @@ class LLM:
             rest.callback(self.store.close)
             rest.callback(self._runner.close)
             rest.callback(self._sessions.close)
-            for sequence in self._scheduler.unfinished:
-                self.abort(sequence)
-            self.store.flush()
-            if drain > 0:
-                self.save_sessions()
+            if not self.store.closed:  # a close that was interrupted may have come that far
+                for sequence in self._scheduler.unfinished:
+                    self._abort(sequence)
+                self.store.flush()
+                if drain > 0:
+                    self.save_sessions()
             self._closed = True
+        self._ended = True
 
     def __enter__(self) -> LLM:
         return self

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ..tiers.arena import DeviceArena
 from ..tiers.errors import IntegrityError
 from ..tiers.layout import KVLayout
-from ..tiers.mover import CudaMover, HostMover, Mover, Transfer
+from ..tiers.mover import CudaMover, HostMover, Mover, Transfer, wait_through
 from .calls import SpaceCalls
 from .events import EventKind, EventStream
 from .handles import Generations
@@ -180,7 +180,7 @@ class DeviceTier:
             Exception: what the copy failed with.
         """
         transfer = self.start_copy(source, target)
-        transfer.wait()
+        wait_through(transfer)
         if transfer.error is not None:
             raise transfer.error
 

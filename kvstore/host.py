@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Final
 
@@ -101,6 +102,7 @@ class HostStore:
         self.events = self._shared.events
         self._policy = policy
         self._spaces: dict[bytes, HostSpace] = {}
+        self._flusher = ThreadPoolExecutor(1, "kvpager-flush")
         self._cleaner: threading.Thread | None = None
         if cold is not None:
             self._cleaner = threading.Thread(
@@ -190,7 +192,7 @@ class HostStore:
             shared.check_open()
         end = time.monotonic() + deadline
         while self.cold is not None and time.monotonic() < end:
-            if sum(space.write_to_cold(flush=True, until=end) for space in self._opened()):
+            if self._written_by_another_thread(end):
                 continue
             with shared.lock():
                 # What the background thread is writing just now is as good as written.
@@ -217,6 +219,7 @@ class HostStore:
             if left:
                 _log.warning("closed with %d blocks not in the cold tier", left)
         self._shared.stop()
+        self._flusher.shutdown()
         if self._cleaner is not None:
             self._cleaner.join()
         self._shared.close()
@@ -242,6 +245,18 @@ class HostStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _written_by_another_thread(self, until: float) -> int:
+        """`_write_batches` in a thread that no interrupt reaches, so that slots are let go of when read."""
+        try:
+            batches = self._flusher.submit(self._write_batches, until)
+        except RuntimeError as error:
+            raise ClosedError("the host store is closed") from error
+        return batches.result()
+
+    def _write_batches(self, until: float) -> int:
+        """Write one batch of every space to the cold tier; how many blocks were written."""
+        return sum(space.write_to_cold(flush=True, until=until) for space in self._opened())
 
     def _opened(self) -> list[HostSpace]:
         """The spaces, also while others are being opened."""

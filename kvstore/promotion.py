@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.address import FAR, INSTALL
-from ..tiers.mover import Transfer, is_over
+from ..tiers.mover import Transfer, is_over, wait_through
 from .device import DeviceTier
 from .far import FarBlocks
 from .handles import Generations
@@ -188,7 +188,7 @@ class Promotions:
     def _end(self, promotion: _Promotion) -> None:
         try:
             if promotion.transfer is not None:
-                promotion.transfer.wait()
+                wait_through(promotion.transfer)
             self._rewrite(promotion)
         finally:
             self._let_go(promotion)

@@ -613,6 +613,11 @@ class TieredStore:
         self._check_open()
         return self.events.subscribe(listener)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def close(self) -> None:
         """Finish copies under way and give the device memory back. The host store is not closed. Idempotent.
 

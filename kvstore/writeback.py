@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..tiers.arena import DeviceArena
 from ..tiers.errors import ClosedError, StaleHandleError
-from ..tiers.mover import Mover, Transfer, is_over
+from ..tiers.mover import Mover, Transfer, is_over, wait_through
 from .calls import SpaceCalls
 from .handles import Reservation, ReserveStatus
 from .policy import Ids
@@ -168,7 +168,7 @@ class WriteBack:
         """Wait for a copy, and commit it."""
         reservation, blocks = write.reservation, write.blocks
         try:
-            write.transfer.wait()
+            wait_through(write.transfer)
         except BaseException:
             self._settle(reservation.abort, len(blocks))
             raise

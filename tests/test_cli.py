@@ -95,6 +95,11 @@ def test_a_device_that_is_not_there_is_said_to_be_so(device: str) -> None:
     check_one_line(done.returncode, done.stderr, "kvpager demo: device: ")
 
 
+def test_a_redis_that_is_no_url_is_not_taken_for_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--redis", "localhost:6379"]) == 1
+    assert "--redis: must be a URL such as redis://" in capsys.readouterr().err
+
+
 def test_a_password_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--redis", "redis://:sesame@127.0.0.1:1"]) == 1
     shown = capfd.readouterr()

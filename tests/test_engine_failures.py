@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -197,6 +198,44 @@ def test_a_second_thread_is_refused_while_one_drives(llama: Case, make_llama: Ma
     end()
     assert refused
     assert "one thread drives it" in str(refused[0])
+
+
+@pytest.mark.parametrize("thread", [True, False])
+def test_an_engine_is_not_closed_and_nothing_aborted_in_the_midst_of_a_step(
+    thread: bool, llama: Case, make_llama: MakeLLM
+) -> None:
+    llm = make_llama()
+    refused = []
+    calls: list[Callable[[], object]] = [llm.close, lambda: llm.abort(llm.scheduler.unfinished[0])]
+
+    def meddle() -> None:
+        for call in calls:
+            try:
+                call()
+            except RequestError as error:
+                refused.append(error)
+
+    def listen(event: object) -> None:
+        if thread:
+            other = Thread(target=meddle)
+            other.start()
+            other.join()
+        else:
+            meddle()  # as a signal handler would
+
+    end = llm.store.subscribe(listen)
+    assert llm.generate([llama.prompts[-1]], GREEDY)[0].token_ids == llama.truth[-1]
+    end()
+    assert len(refused) >= 2
+    assert not llm.closed
+
+
+def test_a_close_that_was_interrupted_is_finished_by_the_next(make_llama: MakeLLM) -> None:
+    llm = make_llama()
+    llm.store.close()  # as far as an interrupted close may have come
+    llm.close()
+    assert llm.closed
+    llm.close()
 
 
 def test_a_closed_engine_says_so(llama: Case, make_llama: MakeLLM) -> None:

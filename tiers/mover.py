@@ -38,6 +38,7 @@ __all__ = [
     "Transfer",
     "is_over",
     "merge_runs",
+    "wait_through",
 ]
 
 INLINE_BYTES: Final = 1 << 20
@@ -136,6 +137,26 @@ def is_over(transfer: Transfer) -> bool:
         if transfer.error is None:
             raise
         return True
+
+
+def wait_through(transfer: Transfer) -> None:
+    """Wait for the end of a transfer, whatever interrupts: only then may its memory be given to others.
+
+    Raises:
+        Exception: what the transfer failed with.
+        BaseException: what interrupted the wait, a KeyboardInterrupt for one, once the transfer is over.
+    """
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            transfer.wait()
+            break
+        except BaseException as error:
+            if is_over(transfer):
+                raise
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 class Mover(Protocol):
@@ -386,7 +407,11 @@ class _HostTransfer:
                 to, start, size = self._pieces.popleft()
             except IndexError:
                 return
-            ctypes.memmove(to, start, size)
+            try:
+                ctypes.memmove(to, start, size)
+            except BaseException:  # an interrupt: the piece is anybody's again
+                self._pieces.append((to, start, size))
+                raise
             with self._lock:
                 if self._left == 1:
                     self.seconds = time.perf_counter() - self._started
