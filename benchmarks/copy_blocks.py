@@ -115,6 +115,7 @@ def measure(memory: Memory, seconds: float) -> list[Row]:
         for block_bytes in BLOCKS:
             times = race(contenders(memory, way, block_bytes), seconds)
             rows.append(_row(way, block_bytes, times))
+            show(rows[-1])
     return rows
 
 
@@ -136,6 +137,7 @@ def sweep(memory: Memory, seconds: float) -> list[Row]:
                 name = f"{ctas}x{warps}x{piece}{'' if bulk else ' plain'}"
                 found[name] = captured([partial(copy_blocks, src, dst, block_bytes, form=form)])
         rows.append(_row(way, block_bytes, race(found, seconds, rounds=3)))
+        show(rows[-1])
     return rows
 
 
@@ -152,13 +154,12 @@ def _row(way: str, block_bytes: int, times: Mapping[str, Timing]) -> Row:
     }
 
 
-def show(rows: list[Row]) -> None:
-    """Print one line a row, the fastest first in a sweep."""
-    for row in rows:
-        rates = row["gb_per_s"]
-        names = rates if row["of_one_piece"] else sorted(rates, key=lambda name: -rates[name])[:12]
-        line = "  ".join(f"{name} {rates[name]:.1f}" for name in names)
-        print(f"{row['way']:>9} {format_bytes(row['block_bytes']):>9} GB/s: {line}", flush=True)
+def show(row: Row) -> None:
+    """Print a row, the fastest first in a sweep."""
+    rates = row["gb_per_s"]
+    names = rates if row["of_one_piece"] else sorted(rates, key=lambda name: -rates[name])[:12]
+    line = "  ".join(f"{name} {rates[name]:.1f}" for name in names)
+    print(f"{row['way']:>9} {format_bytes(row['block_bytes']):>9} GB/s: {line}", flush=True)
 
 
 def main() -> None:
@@ -171,7 +172,6 @@ def main() -> None:
     use_stream()
     memory = Memory.make()
     rows = (sweep if arguments.sweep else measure)(memory, arguments.seconds)
-    show(rows)
     write_report(arguments.json, rows, "torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
 
 

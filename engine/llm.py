@@ -124,7 +124,7 @@ class LLM:
         max_tokens: int | None = None,
         step_tokens: int = 512,
         load_seconds: float = 5.0,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool = True,
         tenant: bytes = b"",
     ) -> None:
         block_size = expect_integer("block_size", block_size, 1)

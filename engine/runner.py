@@ -43,7 +43,7 @@ class Runner:
         store: TieredStore,
         max_tokens: int,
         *,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool = True,
         padded: bool = False,
     ) -> None:
         self._model = model
