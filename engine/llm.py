@@ -19,13 +19,12 @@ from ..kvstore.calls import HostCalls
 from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
 from ..kvstore.store import TieredStore
-from ..tiers.cold import ColdTier
+from ..tiers.cold import ColdTier, expect_cold_tier, is_open
 from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
 from ..tiers.settings import (
     expect_bytes,
     expect_flag,
     expect_integer,
-    expect_methods,
     expect_seconds,
     expect_text,
     expect_type,
@@ -36,7 +35,7 @@ from .runner import Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
-from .sessions import Sessions, is_open
+from .sessions import Sessions
 from .sizing import default_host_bytes, device_blocks_of, loaded_on, mover_on
 from .text import Texts
 
@@ -142,11 +141,9 @@ class LLM:
                 if value is not None:
                     raise ConfigError(setting, "give this, or the host memory of others, not both")
         if cold is not None:
-            expect_methods("cold", cold, ("contains", "get", "put"), "a cold tier, from open_cold_tier")
+            expect_cold_tier(cold)  # the host store does so, too, when the model is there
             if host_bytes == 0:
                 raise ConfigError("host_bytes", "a cold tier needs host memory above it")
-            if not is_open(cold):
-                raise ClosedError("cold: this tier is closed, as an engine does with its own; open it again")
         self._loaded, device = loaded_on(model, device, dtype)
         positions = self._loaded.max_positions
         self.max_tokens = positions if max_tokens is None else max_tokens

@@ -19,14 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Final
 
-from ..tiers.cold import ColdTier
+from ..tiers.cold import ColdTier, expect_cold_tier
 from ..tiers.errors import ClosedError, ConfigError
 from ..tiers.layout import KVLayout
 from ..tiers.memory import format_bytes
 from ..tiers.pinned import LARGEST_EXTENT, PinnedArena, capacity_for
 from ..tiers.settings import (
     expect_byte_strings,
-    expect_methods,
     expect_number,
     expect_seconds,
     expect_text,
@@ -65,6 +64,7 @@ class HostStore:
 
     Raises:
         ConfigError: a value is of a wrong type or out of range.
+        ClosedError: the cold tier is closed.
         MemoryUnavailableError: the machine does not have `host_bytes`.
     """
 
@@ -80,12 +80,7 @@ class HostStore:
         cold_deadline: float = 5.0,
     ) -> None:
         if cold is not None:
-            expect_methods(
-                "cold",
-                cold,
-                ("put", "get", "contains", "put_note", "get_note", "close"),
-                "a cold tier (open_cold_tier opens one from a URL or a folder)",
-            )
+            expect_cold_tier(cold)
         clean_ahead = expect_number("clean_ahead", clean_ahead, 0.0, 1.0)
         cold_deadline = expect_seconds("cold_deadline", cold_deadline, above=True)
         make_policy(policy, 0)

@@ -106,6 +106,13 @@ def test_every_call_of_a_closed_tiered_store_says_so() -> None:
             call()
 
 
+def test_a_host_store_is_not_made_on_a_cold_tier_that_is_closed(tmp_path: Path) -> None:
+    cold = DiskColdTier(tmp_path, capacity_bytes=1 << 20)
+    HostStore(1 << 20, cold=cold).close()
+    with pytest.raises(ClosedError, match="cold: this tier is closed"):
+        HostStore(1 << 20, cold=cold)
+
+
 def test_a_tiered_store_closes_also_after_its_host_store() -> None:
     host = HostStore(1 << 20)
     store = TieredStore(LAYOUT, 8, root=ROOT, host=host)
