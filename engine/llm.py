@@ -87,7 +87,7 @@ class LLM:
         device_bytes: its size. None for both: on a GPU 85% of what is free once the weights are there, on a
             CPU a quarter of a GiB.
         host_bytes: size of the host tier, 0 for none. None: a quarter of the memory that is available.
-        cold: the cold tier, or None. It is closed with the engine.
+        cold: the cold tier, or None. It is closed with the engine, but not by an engine that cannot be made.
         host: host memory of others, and the cold tier behind it: what `kvpager.connect` returns, or a
             `HostStore`. It takes the place of `host_bytes` and `cold`, and is not closed with the engine.
         max_sequences: sequences that run at a time.
@@ -161,7 +161,8 @@ class LLM:
                 HostStore(host_bytes, cold=cold, device=on_gpu) if host is None and host_bytes else None
             )
             if self.host is not None:
-                undo.callback(self.host.close)
+                # Whoever opened the cold tier has no engine that would close it, and may try again.
+                undo.callback(self.host.close, keep_cold=True)
             mover = mover_on(device)
             undo.callback(mover.close)
             self.store = TieredStore(
@@ -182,13 +183,13 @@ class LLM:
                 load_seconds=load_seconds,
             )
             self._runner = Runner(self._loaded.model, self.store, self.max_tokens, cuda_graphs=cuda_graphs)
+            self._prompts = PromptReader(self._loaded)
+            self._texts = Texts(self._loaded.tokenizer)
+            self._sessions = Sessions(
+                self.store, cold, load_seconds, has_cold=cold is not None or host is not None
+            )
             undo.pop_all()
-        self._prompts = PromptReader(self._loaded)
-        self._texts = Texts(self._loaded.tokenizer)
         self._cold = cold
-        self._sessions = Sessions(
-            self.store, cold, load_seconds, has_cold=cold is not None or host is not None
-        )
         self._next_id = 0
         self._driven = threading.Lock()
         self._closed = False

@@ -26,6 +26,7 @@ from ..tiers.memory import format_bytes
 from ..tiers.pinned import LARGEST_EXTENT, PinnedArena, capacity_for
 from ..tiers.settings import (
     expect_byte_strings,
+    expect_flag,
     expect_number,
     expect_seconds,
     expect_text,
@@ -54,7 +55,7 @@ class HostStore:
 
     Args:
         host_bytes: capacity of the pinned arena.
-        cold: the cold tier, or None. It is closed with the store.
+        cold: the cold tier, or None. It is closed with the store, but not by a store that cannot be made.
         policy: name of the eviction policy (`kvstore.policy.POLICIES`).
         device: ``cuda:N`` to page-lock and map the arena for that GPU; None or ``cpu`` for a machine without
             one.
@@ -197,16 +198,18 @@ class HostStore:
         with shared.lock():
             return sum(space.dirty for space in self._spaces.values())
 
-    def close(self, *, drain: float = 0.0) -> None:
+    def close(self, *, drain: float = 0.0, keep_cold: bool = False) -> None:
         """Stop the background work and give the memory back. Idempotent.
 
         Args:
             drain: seconds to spend on writing to the cold tier what has no copy there.
+            keep_cold: leave the cold tier open, for whoever has it.
 
         Raises:
-            ConfigError: `drain` is no number of seconds; the store is not closed.
+            ConfigError: an argument is of a wrong type or out of range; the store is not closed.
         """
         drain = expect_seconds("drain", drain)
+        keep_cold = expect_flag("keep_cold", keep_cold)
         if self._shared.closed:
             return
         if drain > 0 and self.cold is not None:
@@ -217,7 +220,7 @@ class HostStore:
         self._flusher.shutdown()
         if self._cleaner is not None:
             self._cleaner.join()
-        self._shared.close()
+        self._shared.close(keep_cold=keep_cold)
 
     def check_integrity(self) -> None:
         """Prove that every extent and slot has one owner and every index agrees with its slots.

@@ -134,11 +134,15 @@ class HostShared:
             self.closed = True
             self.changed.notify_all()
 
-    def close(self) -> None:
-        """After `stop`, without the lock: end what is under way and give everything back."""
+    def close(self, *, keep_cold: bool) -> None:
+        """After `stop`, without the lock: end what is under way and give everything back.
+
+        Args:
+            keep_cold: but the cold tier.
+        """
         self.loaders.shutdown(wait=True)
         self.mover.close()
-        if self.cold is not None:
+        if self.cold is not None and not keep_cold:
             self.cold.close()
         self.arena.close()
 
