@@ -206,6 +206,10 @@ class RemoteSpace(SlotSpace):
         """Let go of up to `count` blocks, coldest first; returns how many went."""
         return self._shell.ask(self._asks.evict(count))
 
+    def room_may_come(self, held: int) -> bool:
+        """True: what others hold of the sidecar's memory, and for how long, is not known here."""
+        return True
+
     def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
         """Bring blocks up from the cold tier and lease the leading ones that are resident then."""
         return self._shell.ask(self._asks.load(hashes, deadline))

@@ -34,7 +34,8 @@ Rows = npt.NDArray[np.int64]
 
 # How many waiting sequences are looked at in a step: the first of them may wait for their blocks.
 _LOOK_AHEAD: Final = 8
-# How long a sequence that cannot go on waits for room in host memory: a write to the cold tier may take less.
+# How long a sequence that cannot go on waits for room in host memory that may come: a write to the cold tier
+# may take less.
 _ROOM_SECONDS: Final = 10.0
 
 
@@ -404,7 +405,8 @@ class Scheduler:
         """Let a sequence that is alone on the device read its oldest blocks in host memory.
 
         Where that has no room, what is in the way there goes: first what came up for others, then the
-        coldest of what nobody holds. A slow cold tier costs hits, not a request.
+        coldest of what nobody holds. A slow cold tier costs hits, not a request. What others hold there is
+        waited for; where none of it can come, nothing is.
         """
         row, host = alone.row, self.store.host
         if row is None or host is None:
@@ -413,13 +415,13 @@ class Scheduler:
         count = self._spill_blocks()
         until = time.monotonic() + _ROOM_SECONDS
         while not self.store.spill(row, count):
-            if time.monotonic() > until:
+            if time.monotonic() > until or not self.store.may_spill(row):
                 return False
             loading = [one for one in (*self._asleep, *self._waiting) if one.load is not None]
             for sequence in loading:
                 sequence.end_load()
             if not loading and not host.evict(count):
-                # All of it is on its way to the cold tier just now.
+                # All of it is on its way to the cold tier just now, or somebody else's.
                 time.sleep(0.01)
         return True
 

@@ -520,12 +520,7 @@ class TieredStore:
             return 0
         device, pool = self._device, self.pool
         device.flush()
-        full = int(self.lengths[row]) // self.layout.block_size
-        words = self.table.row(row)[:full]
-        columns = np.flatnonzero((words & FAR) == 0)
-        blocks = device.blocks_at(words[columns])
-        mine = pool.refs[blocks] == 1
-        columns, blocks = columns[mine], blocks[mine]
+        columns, blocks = self._own_near(row)
         # Host memory may have let go of copies since; as many as are wanted are made anew.
         device.verify_copies(blocks)
         copied = pool.host_generations[blocks] > 0
@@ -541,6 +536,16 @@ class TieredStore:
         pool.drop(blocks)
         self.stats.spilled += len(blocks)
         return len(blocks)
+
+    def may_spill(self, row: int) -> bool:
+        """Whether `spill`, which found nothing to do, may find something later though this engine rests.
+
+        Not where the row has no block that could go, or host memory has no room and will have none.
+        """
+        self._check_row(row)
+        if self._far is None or self.host is None or not len(self._own_near(row)[0]):
+            return False
+        return self.host.room_may_come(self._far.held)
 
     def evict(self, count: int) -> int:
         """Let go of up to `count` device blocks that nobody holds, coldest first, copied below before.
@@ -676,6 +681,15 @@ class TieredStore:
             self._far.check_integrity(far)
 
     # Inside
+
+    def _own_near(self, row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """The columns of a row's full near blocks that no other row holds, and these blocks."""
+        full = int(self.lengths[row]) // self.layout.block_size
+        words = self.table.row(row)[:full]
+        columns = np.flatnonzero((words & FAR) == 0)
+        blocks = self._device.blocks_at(words[columns])
+        mine = self.pool.refs[blocks] == 1
+        return columns[mine], blocks[mine]
 
     def _check_open(self) -> None:
         if self._closed:
