@@ -261,6 +261,7 @@ class LLM:
         Raises:
             RequestError: as `generate`; or the model has no tokenizer.
             CapacityError: no tier had room for more of it; all text before has been given.
+            ClosedError: the engine is closed, or was before the answer ended; all text before has been given.
         """
         self._check_open()
         self._check_speaks()
@@ -279,6 +280,8 @@ class LLM:
                     f"device_blocks ({self.store.pool.capacity}) and host_bytes have no room for more than "
                     f"{len(sequence.tokens)} tokens"
                 )
+            if sequence.finish_reason is FinishReason.ABORTED:
+                self._check_open()
         finally:
             self.abort(sequence)
 

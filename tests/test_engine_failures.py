@@ -356,6 +356,35 @@ def test_a_closed_engine_says_so(llama: Case, make_llama: MakeLLM) -> None:
             call()
 
 
+def test_a_stream_that_is_read_on_when_its_engine_is_closed_says_so(speaking: Case, made: list[LLM]) -> None:
+    make = maker(speaking, made)
+    (whole,) = make().generate([speaking.prompts[LONG]], GREEDY)
+    llm = make()
+    stream = llm.stream(speaking.prompts[LONG], GREEDY)
+    pieces = [next(stream)]
+    llm.close()
+    # A list keeps what came before the error.
+    with pytest.raises(ClosedError, match="the engine is closed"):
+        pieces.extend(stream)
+    assert whole.text.startswith("".join(pieces))
+    assert list(stream) == []
+
+
+def test_a_stream_that_had_ended_before_its_engine_was_closed_gives_all_of_its_text(
+    speaking: Case, made: list[LLM]
+) -> None:
+    make = maker(speaking, made)
+    (whole,) = make().generate([speaking.prompts[LONG]], GREEDY)
+    llm = make()
+    stream = llm.stream(speaking.prompts[LONG], GREEDY)
+    pieces = [next(stream)]
+    while len(llm.scheduler):
+        llm.step()
+    llm.close()
+    pieces.extend(stream)
+    assert "".join(pieces) == whole.text
+
+
 # A cold tier that fails
 
 
