@@ -50,7 +50,7 @@ class ColdStatus(enum.IntEnum):
     MISS = 1
     """Not there."""
     CORRUPT = 2
-    """There, but it does not verify. Counted; the caller treats it as a miss."""
+    """There, but it cannot be read or does not verify. Counted; the caller treats it as a miss."""
     LATE = 3
     """The deadline came first."""
     UNAVAILABLE = 4

@@ -54,6 +54,11 @@ _GRAIN: Final = 4096
 _LANES: Final = 4
 _STAMP_SECONDS: Final = 600.0
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNREADABLE: Final = (
+    *(errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EACCES, errno.EPERM),
+    *(errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV),
+)
+"""What is wrong with a record, and not with this process or the way to the disk."""
 
 
 @dataclass(slots=True)
@@ -156,7 +161,7 @@ class DiskColdTier(RecordTier):
             with os.scandir(folder) as files:
                 for file in files:
                     if _UNFINISHED_NAME.fullmatch(file.name):
-                        os.unlink(file.path)
+                        _discard(file.path)
                     elif _RECORD_NAME.fullmatch(file.name) and file.is_file(follow_symlinks=False):
                         about = file.stat(follow_symlinks=False)
                         name = f"{shard:02x}/{file.name}"
@@ -191,7 +196,7 @@ class DiskColdTier(RecordTier):
     def _get_blocks(
         self, space: bytes, hashes: Sequence[bytes], views: Sequence[memoryview], until: float
     ) -> StatusArray:
-        """Read each payload into its buffer, verified. A record that does not verify is removed."""
+        """Read each payload into its buffer, verified. One that is not sound, or unreadable, is removed."""
 
         def read(index: int) -> ColdStatus:
             return self._get(space, hashes[index], views[index])
@@ -407,8 +412,10 @@ class DiskColdTier(RecordTier):
             status, useless = self._read(self._path(name), part, into)
         except FileNotFoundError:
             status, useless = ColdStatus.MISS, True
-        except OSError:
-            status = ColdStatus.UNAVAILABLE
+        except OSError as error:
+            # One that cannot be read is of no use to anyone, and in the way of the next put.
+            useless = error.errno in _UNREADABLE
+            status = ColdStatus.CORRUPT if useless else ColdStatus.UNAVAILABLE
         finally:
             with self._lock:
                 self._readers[name] -= 1
