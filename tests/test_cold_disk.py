@@ -489,6 +489,71 @@ def test_readers_and_writers_at_once_with_room_for_few(tmp_path: Path) -> None:
     tier.close()
 
 
+class HeldDisk(DiskColdTier):
+    """A disk tier over a file system that holds up the next rename, until it is told to go on."""
+
+    def __init__(self, path: Path, capacity_bytes: int) -> None:
+        super().__init__(path, capacity_bytes=capacity_bytes, deadline=120.0)
+        self.holds = threading.Event()
+        self.held = threading.Event()
+        self.go_on = threading.Event()
+
+    def _rename(self, source: str, target: str) -> None:
+        if self.holds.is_set():
+            self.holds.clear()
+            self.held.set()
+            assert self.go_on.wait(60.0)
+        super()._rename(source, target)
+
+
+@pytest.mark.parametrize("moved", ["new", "dropped", "deleted"])
+def test_a_rename_that_the_file_system_holds_up_keeps_no_other_record_waiting(
+    tmp_path: Path, moved: str
+) -> None:
+    tier = HeldDisk(tmp_path, capacity_bytes=(4 if moved == "dropped" else 10) * ROOM)
+    blocks, hashes, into = blocks_of(6), hashes_of(6), np.zeros((6, SIZE), np.uint8)
+    for index in range(4):  # one by one: the first is the least recently used
+        assert not tier.put(SPACE, hashes[index : index + 1], views(blocks[index : index + 1])).any()
+    tier.holds.set()
+    slow = threading.Thread(
+        target=(lambda: tier.delete(SPACE, hashes[:1]))
+        if moved == "deleted"
+        else (lambda: tier.put(SPACE, hashes[4:5], views(blocks[4:5])))
+    )
+    slow.start()
+    assert tier.held.wait(60.0)
+    seen: list[object] = []
+
+    def others() -> None:
+        seen.append(tier.contains(SPACE, hashes).tolist())
+        seen.append(tier.get(SPACE, hashes[2:4], views(into[2:4])).tolist())
+        tier.check_integrity()
+        if moved == "new":
+            seen.append(tier.put(SPACE, hashes[5:], views(blocks[5:])).tolist())
+
+    quick = threading.Thread(target=others)
+    quick.start()
+    quick.join(30.0)
+    went_on = not quick.is_alive()
+    # What is put under the name that is being moved waits for that, and is there in the end.
+    again = 4 if moved == "new" else 0
+    late = threading.Thread(
+        target=lambda: tier.put(SPACE, hashes[again : again + 1], views(blocks[again : again + 1]))
+    )
+    late.start()
+    tier.go_on.set()
+    for thread in (slow, quick, late):
+        thread.join(60.0)
+    assert went_on
+    first = moved == "new"
+    assert seen[:2] == [[first, True, True, True, False, False], [OK, OK]]
+    assert seen[2:] == ([[OK]] if moved == "new" else [])
+    assert tier.get(SPACE, hashes[again : again + 1], views(into[again : again + 1])).tolist() == [OK]
+    assert np.array_equal(into[[again, 2, 3]], blocks[[again, 2, 3]])
+    tier.check_integrity()
+    tier.close()
+
+
 def test_no_descriptors_are_left_open(tmp_path: Path) -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
