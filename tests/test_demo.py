@@ -49,6 +49,30 @@ def check_done(done: subprocess.CompletedProcess[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
+_ON_A_FULL_DISK = """
+import resource, sys
+from kvpager.api.demo_chats import Settings, first_process
+from kvpager.tiers.errors import ColdTierFullError
+# No file may have more: a full disk to a record, and none to the marker of the folder.
+resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+try:
+    first_process(Settings("smollm2", "cpu", 3, 4, sys.argv[1]))
+except ColdTierFullError as error:
+    print(error)
+"""
+
+
+def test_a_full_cold_tier_is_told_before_anything_else(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _ON_A_FULL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert done.stdout == f"{tmp_path} keeps nothing: full\n"
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model that can be talked to: it has a tokenizer and a chat template."""
