@@ -239,6 +239,7 @@ class LLM:
             ConfigError: `params` or `sessions` are of a wrong type.
             ClosedError: the engine is closed.
         """
+        self._check_open()
         given = as_prompts(prompts)
         of_each = params_of(params, len(given))
         names = names_of(sessions, len(given))

@@ -333,6 +333,7 @@ class TieredStore:
 
     def cached_blocks(self, sleeping: SleepingSequence) -> int:
         """How many of `available_blocks` waking a sequence would hold again."""
+        self._check_open()
         expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
         blocks = sleeping.places.device_blocks
         there = self.pool.generations[blocks] == sleeping.places.device_generations
@@ -558,6 +559,7 @@ class TieredStore:
 
     def sharing(self) -> Sharing:
         """How much of what the block tables hold is held by several rows."""
+        self._check_open()
         rows = self.table.rows_in_use
         if not len(rows):
             return Sharing(0, 0)
@@ -653,6 +655,7 @@ class TieredStore:
         Raises:
             IntegrityError: naming the first thing that does not agree.
         """
+        self._check_open()
         held = np.zeros(self.pool.capacity, dtype=np.int64)
         far = np.zeros(self.host.capacity if self.host is not None else 0, dtype=np.int64)
         for row in self.table.rows_in_use.tolist():

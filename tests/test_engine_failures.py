@@ -345,6 +345,7 @@ def test_a_closed_engine_says_so(llama: Case, make_llama: MakeLLM) -> None:
     for call in (
         lambda: llm.submit(llama.prompts[0]),
         lambda: llm.generate(llama.prompts[0]),
+        lambda: llm.generate([]),
         lambda: next(llm.stream(llama.prompts[0])),
         llm.step,
         lambda: llm.fork(sequences[0]),
