@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from ..tiers.errors import ConfigError
+from ..tiers.extras import how_to_install
 from ..tiers.settings import expect_integer, expect_text
 from .processes import Interruptions
 
@@ -63,9 +64,7 @@ def _run(options: argparse.Namespace) -> int:
     expect_integer("--answer-tokens", options.answer_tokens, 1, _MOST_ANSWER_TOKENS)
     for package in ("torch", "transformers", "safetensors", "gguf", "rich"):
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                "demo", f'needs the engine, {package} is missing: pip install "kvpager[engine]"'
-            )
+            raise ConfigError("demo", f"needs the engine, {package} is missing: {how_to_install('engine')}")
     from rich.console import Console
 
     from .demo_chats import Settings, first_process, second_process

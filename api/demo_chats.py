@@ -29,7 +29,7 @@ from ..engine.loader import LoadedModel, load_model
 from ..engine.sampler import SamplingParams
 from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.cold_url import open_cold_tier
-from ..tiers.errors import ColdTierUnavailableError, KVPagerError
+from ..tiers.errors import ColdTierFullError, ColdTierUnavailableError, KVPagerError
 from ..tiers.layout import KVLayout
 
 __all__ = ["Chats", "Settings", "Turn", "first_process", "second_process"]
@@ -137,14 +137,20 @@ def _open_cold(settings: Settings) -> ColdTier:
 
 
 def _try_cold(settings: Settings) -> None:
-    """Keep a note there: the engine would go on without its cold tier, and the demo would show nothing."""
+    """Keep a note there: the engine would go on without its cold tier, and the demo would show nothing.
+
+    Raises:
+        ColdTierFullError: it has no room.
+        ColdTierUnavailableError: it keeps nothing for another reason.
+    """
     cold = _open_cold(settings)
     try:
         status = cold.put_note(b"kvpager-demo", b"begun", _COLD_SECONDS)
     finally:
         cold.close()
     if status != ColdStatus.OK:
-        raise ColdTierUnavailableError(f"{_place(settings)} keeps nothing: {status.name.lower()}")
+        kind = ColdTierFullError if status == ColdStatus.FULL else ColdTierUnavailableError
+        raise kind(f"{_place(settings)} keeps nothing: {status.name.lower()}")
 
 
 def _place(settings: Settings) -> str:

@@ -145,6 +145,7 @@ class RemoteSpace(SlotSpace):
 
     def readable_in_place(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """Whether attention may read these slots where they lie: the CPU may, bool [n]."""
+        self._check_open()
         return np.ones(len(expect_array("slots", slots, _INT32)), dtype=np.bool_)
 
     def match(
@@ -161,6 +162,7 @@ class RemoteSpace(SlotSpace):
 
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once. See `HostSpace.lease`."""
+        self._check_open()
         if not len(slots):
             return np.zeros(0, dtype=np.bool_)
         return self._shell.ask(self._asks.lease(slots, generations))
@@ -186,6 +188,7 @@ class RemoteSpace(SlotSpace):
         Args:
             in_cold: of no effect here; the sidecar knows what its cold tier has.
         """
+        self._check_open()
         handles = handles_of(slots, generations)
         if len(handles):
             self._refused("commit", self._shell.commit(self._space, handles))
@@ -205,6 +208,11 @@ class RemoteSpace(SlotSpace):
     def evict(self, count: int) -> int:
         """Let go of up to `count` blocks, coldest first; returns how many went."""
         return self._shell.ask(self._asks.evict(count))
+
+    def room_may_come(self, held: int) -> bool:
+        """True: what others hold of the sidecar's memory, and for how long, is not known here."""
+        self._check_open()
+        return True
 
     def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
         """Bring blocks up from the cold tier and lease the leading ones that are resident then."""
@@ -226,9 +234,12 @@ class RemoteSpace(SlotSpace):
 
     # Inside
 
-    def _base(self) -> int:
+    def _check_open(self) -> None:
         if self._shell.closed:
             raise ClosedError("the connection to the sidecar was closed")
+
+    def _base(self) -> int:
+        self._check_open()
         base: int = self._space.arena.base
         return base
 

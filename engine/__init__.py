@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..tiers.extras import how_to_install
+
 try:
     from .llm import LLM, Completion
     from .sampler import SamplingParams
@@ -9,7 +11,7 @@ except ModuleNotFoundError as error:
     if error.name is None or error.name.startswith("kvpager."):
         raise
     raise ImportError(
-        f'kvpager.engine needs {error.name}, which is not installed: pip install "kvpager[engine]"',
+        f"kvpager.engine needs {error.name}, which is not installed: {how_to_install('engine')}",
         name=error.name,
     ) from error
 

@@ -19,13 +19,12 @@ from ..kvstore.calls import HostCalls
 from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
 from ..kvstore.store import TieredStore
-from ..tiers.cold import ColdTier
+from ..tiers.cold import ColdTier, expect_cold_tier, is_open
 from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
 from ..tiers.settings import (
     expect_bytes,
     expect_flag,
     expect_integer,
-    expect_methods,
     expect_seconds,
     expect_text,
     expect_type,
@@ -36,7 +35,7 @@ from .runner import Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
-from .sessions import Sessions, is_open
+from .sessions import Sessions
 from .sizing import default_host_bytes, device_blocks_of, loaded_on, mover_on
 from .text import Texts
 
@@ -88,7 +87,7 @@ class LLM:
         device_bytes: its size. None for both: on a GPU 85% of what is free once the weights are there, on a
             CPU a quarter of a GiB.
         host_bytes: size of the host tier, 0 for none. None: a quarter of the memory that is available.
-        cold: the cold tier, or None. It is closed with the engine.
+        cold: the cold tier, or None. It is closed with the engine, but not by an engine that cannot be made.
         host: host memory of others, and the cold tier behind it: what `kvpager.connect` returns, or a
             `HostStore`. It takes the place of `host_bytes` and `cold`, and is not closed with the engine.
         max_sequences: sequences that run at a time.
@@ -142,11 +141,9 @@ class LLM:
                 if value is not None:
                     raise ConfigError(setting, "give this, or the host memory of others, not both")
         if cold is not None:
-            expect_methods("cold", cold, ("contains", "get", "put"), "a cold tier, from open_cold_tier")
+            expect_cold_tier(cold)  # the host store does so, too, when the model is there
             if host_bytes == 0:
                 raise ConfigError("host_bytes", "a cold tier needs host memory above it")
-            if not is_open(cold):
-                raise ClosedError("cold: this tier is closed, as an engine does with its own; open it again")
         self._loaded, device = loaded_on(model, device, dtype)
         positions = self._loaded.max_positions
         self.max_tokens = positions if max_tokens is None else max_tokens
@@ -164,7 +161,8 @@ class LLM:
                 HostStore(host_bytes, cold=cold, device=on_gpu) if host is None and host_bytes else None
             )
             if self.host is not None:
-                undo.callback(self.host.close)
+                # Whoever opened the cold tier has no engine that would close it, and may try again.
+                undo.callback(self.host.close, keep_cold=True)
             mover = mover_on(device)
             undo.callback(mover.close)
             self.store = TieredStore(
@@ -185,13 +183,13 @@ class LLM:
                 load_seconds=load_seconds,
             )
             self._runner = Runner(self._loaded.model, self.store, self.max_tokens, cuda_graphs=cuda_graphs)
+            self._prompts = PromptReader(self._loaded)
+            self._texts = Texts(self._loaded.tokenizer)
+            self._sessions = Sessions(
+                self.store, cold, load_seconds, has_cold=cold is not None or host is not None
+            )
             undo.pop_all()
-        self._prompts = PromptReader(self._loaded)
-        self._texts = Texts(self._loaded.tokenizer)
         self._cold = cold
-        self._sessions = Sessions(
-            self.store, cold, load_seconds, has_cold=cold is not None or host is not None
-        )
         self._next_id = 0
         self._driven = threading.Lock()
         self._closed = False
@@ -241,6 +239,7 @@ class LLM:
             ConfigError: `params` or `sessions` are of a wrong type.
             ClosedError: the engine is closed.
         """
+        self._check_open()
         given = as_prompts(prompts)
         of_each = params_of(params, len(given))
         names = names_of(sessions, len(given))
@@ -263,6 +262,7 @@ class LLM:
         Raises:
             RequestError: as `generate`; or the model has no tokenizer.
             CapacityError: no tier had room for more of it; all text before has been given.
+            ClosedError: the engine is closed, or was before the answer ended; all text before has been given.
         """
         self._check_open()
         self._check_speaks()
@@ -281,6 +281,8 @@ class LLM:
                     f"device_blocks ({self.store.pool.capacity}) and host_bytes have no room for more than "
                     f"{len(sequence.tokens)} tokens"
                 )
+            if sequence.finish_reason is FinishReason.ABORTED:
+                self._check_open()
         finally:
             self.abort(sequence)
 

@@ -34,7 +34,8 @@ Rows = npt.NDArray[np.int64]
 
 # How many waiting sequences are looked at in a step: the first of them may wait for their blocks.
 _LOOK_AHEAD: Final = 8
-# How long a sequence that cannot go on waits for room in host memory: a write to the cold tier may take less.
+# How long a sequence that cannot go on waits for room in host memory that may come: a write to the cold tier
+# may take less.
 _ROOM_SECONDS: Final = 10.0
 
 
@@ -404,7 +405,8 @@ class Scheduler:
         """Let a sequence that is alone on the device read its oldest blocks in host memory.
 
         Where that has no room, what is in the way there goes: first what came up for others, then the
-        coldest of what nobody holds. A slow cold tier costs hits, not a request.
+        coldest of what nobody holds. A slow cold tier costs hits, not a request. What others hold there is
+        waited for; where none of it can come, nothing is.
         """
         row, host = alone.row, self.store.host
         if row is None or host is None:
@@ -413,13 +415,13 @@ class Scheduler:
         count = self._spill_blocks()
         until = time.monotonic() + _ROOM_SECONDS
         while not self.store.spill(row, count):
-            if time.monotonic() > until:
+            if time.monotonic() > until or not self.store.may_spill(row):
                 return False
             loading = [one for one in (*self._asleep, *self._waiting) if one.load is not None]
             for sequence in loading:
                 sequence.end_load()
             if not loading and not host.evict(count):
-                # All of it is on its way to the cold tier just now.
+                # All of it is on its way to the cold tier just now, or somebody else's.
                 time.sleep(0.01)
         return True
 
@@ -442,15 +444,11 @@ class Scheduler:
                 self._start_load(sequence, self.store.start_load_sleeping(sleeping))
             if sequence.loading():
                 return
-            opened = self.store.wake(sleeping)
             # What was lost is computed again, which wants room as a new prompt does.
-            if self._runs_short(sequence, opened):
-                self.store.close_row(opened.row)
-                self._room_came = False
+            if not self._enter_if_room(sequence, self.store.wake(sleeping)):
                 return
             self._asleep.popleft()
             sequence.sleeping = None
-            self._enter(sequence, opened.row, opened.length)
 
     def _admit(self) -> None:
         """Give waiting sequences a row, in the order of arrival, while there is room for their prompts."""
@@ -459,22 +457,27 @@ class Scheduler:
             if sequence is None or sequence.prompt is None:
                 return
             opened = self.store.open_named(sequence.prompt)
-            if self._runs_short(sequence, opened):
-                self.store.close_row(opened.row)
-                self._room_came = False
-                return
             loaded = sequence.load.loaded * self.store.layout.block_size if sequence.load else 0
+            if not self._enter_if_room(sequence, opened):
+                return
             from_cold = min(loaded, opened.host)
             sequence.cached = CachedTokens(opened.device, opened.host - from_cold, opened.cold + from_cold)
             sequence.scheduled_at = time.monotonic()
             self._waiting.remove(sequence)
-            self._enter(sequence, opened.row, opened.length)
 
-    def _runs_short(self, sequence: Sequence, opened: Opened) -> bool:
-        """Whether a sequence that was given a row would soon take room from those that run."""
+    def _enter_if_room(self, sequence: Sequence, opened: Opened) -> bool:
+        """Let a sequence run in its new row; not where it would soon take room from those that run.
+
+        Then the row is closed again, and nobody tries before there is more room.
+        """
         row = np.array([opened.row], dtype=np.int64)
         wanted = self.store.blocks_wanted(row, len(sequence.tokens) - opened.length + 1)
-        return self.num_running > 0 and wanted + self._headroom() > self.store.available_blocks
+        if self.num_running and wanted + self._headroom() > self.store.available_blocks:
+            self.store.close_row(opened.row)
+            self._room_came = False
+            return False
+        self._enter(sequence, opened.row, opened.length)
+        return True
 
     def _next_to_admit(self) -> Sequence | None:
         """The first waiting sequence that need not wait for its blocks; loads for the first few start here.

@@ -17,25 +17,16 @@ import numpy.typing as npt
 
 from ..kvstore.session import SessionRecord, SleepingSequence
 from ..kvstore.store import TieredStore
-from ..tiers.cold import ColdTier
+from ..tiers.cold import ColdTier, is_open
 from ..tiers.errors import ClosedError, RecordError
 
-__all__ = ["SessionLookup", "Sessions", "is_open"]
+__all__ = ["SessionLookup", "Sessions"]
 
 _log = logging.getLogger(__name__)
 
 _LOOKUPS: Final = 4
 """Threads that ask the cold tier."""
 _CHECK_SECONDS: Final = 1.0
-
-
-def is_open(cold: ColdTier) -> bool:
-    """Whether a cold tier takes calls: not once it was closed."""
-    try:
-        cold.contains(bytes(16), [])
-    except ClosedError:
-        return False
-    return True
 
 
 class SessionLookup:

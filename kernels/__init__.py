@@ -3,6 +3,8 @@
 Every function takes addresses instead of tensors of blocks, so that one call reads blocks of any arena.
 """
 
+from ..tiers.extras import how_to_install
+
 try:
     from .copy_blocks import copy_blocks, copy_pages
     from .decode_attention import DecodePlan, decode_attention, decode_plan
@@ -12,7 +14,7 @@ try:
     from .write_kv import WritePlan, write_kv, write_plan
 except ModuleNotFoundError as error:
     raise ImportError(
-        f'kvpager.kernels needs {error.name}, which is not installed: pip install "kvpager[engine]"',
+        f"kvpager.kernels needs {error.name}, which is not installed: {how_to_install('engine')}",
         name=error.name,
     ) from error
 

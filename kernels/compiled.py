@@ -40,6 +40,7 @@ import torch
 
 from ..tiers.driver import check, cuda_driver
 from ..tiers.errors import KernelError
+from ..tiers.extras import how_to_install
 
 __all__ = ["Kernel", "Variant", "arch_of", "compile_cubin", "kernel_sources", "load_kernel", "variants_of"]
 
@@ -58,7 +59,7 @@ _STANDARD: Final = "c++17"
 _DIGEST_BYTES: Final = 32
 _SHARED_BYTES_GIVEN: Final = 48 << 10
 """Shared memory that a kernel may use without asking for it."""
-_MISSING: Final = "compiling kernels needs cuda-core and NVRTC, which pip install 'kvpager[cuda]' brings"
+_MISSING: Final = f"compiling kernels needs cuda-core and NVRTC: {how_to_install('cuda')}"
 _MOST_CONFIGS: Final = 256
 _FIRST_OWN_MAJOR: Final = 9
 """From this compute capability on, code is compiled with the features of the very architecture (sm_90a)."""

@@ -124,6 +124,10 @@ class SpaceCalls(SlotOwner, Protocol):
         """Let go of up to `count` blocks that nobody holds, coldest first; returns how many went."""
         ...
 
+    def room_may_come(self, held: int) -> bool:
+        """Whether waiting for slots may help; `held`: how many different ones the caller has leased."""
+        ...
+
     def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
         """Bring blocks up from the cold tier; lease the leading ones that are there by the deadline."""
         ...

@@ -55,6 +55,14 @@ class FarBlocks:
     # Who holds them
 
     @property
+    def held(self) -> int:
+        """Slots that are leased, for rows or until `release_ended`."""
+        leased = self._refs > 0
+        for slots, _ in self._ended:
+            leased[slots] = True
+        return int(np.count_nonzero(leased))
+
+    @property
     def rows(self) -> list[int]:
         """Rows that hold far blocks."""
         rows: list[int] = np.flatnonzero(self.counts).tolist()

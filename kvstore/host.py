@@ -19,14 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Final
 
-from ..tiers.cold import ColdTier
+from ..tiers.cold import ColdTier, expect_cold_tier
 from ..tiers.errors import ClosedError, ConfigError
 from ..tiers.layout import KVLayout
 from ..tiers.memory import format_bytes
 from ..tiers.pinned import LARGEST_EXTENT, PinnedArena, capacity_for
 from ..tiers.settings import (
     expect_byte_strings,
-    expect_methods,
+    expect_flag,
     expect_number,
     expect_seconds,
     expect_text,
@@ -55,7 +55,7 @@ class HostStore:
 
     Args:
         host_bytes: capacity of the pinned arena.
-        cold: the cold tier, or None. It is closed with the store.
+        cold: the cold tier, or None. It is closed with the store, but not by a store that cannot be made.
         policy: name of the eviction policy (`kvstore.policy.POLICIES`).
         device: ``cuda:N`` to page-lock and map the arena for that GPU; None or ``cpu`` for a machine without
             one.
@@ -65,6 +65,7 @@ class HostStore:
 
     Raises:
         ConfigError: a value is of a wrong type or out of range.
+        ClosedError: the cold tier is closed.
         MemoryUnavailableError: the machine does not have `host_bytes`.
     """
 
@@ -80,12 +81,7 @@ class HostStore:
         cold_deadline: float = 5.0,
     ) -> None:
         if cold is not None:
-            expect_methods(
-                "cold",
-                cold,
-                ("put", "get", "contains", "put_note", "get_note", "close"),
-                "a cold tier (open_cold_tier opens one from a URL or a folder)",
-            )
+            expect_cold_tier(cold)
         clean_ahead = expect_number("clean_ahead", clean_ahead, 0.0, 1.0)
         cold_deadline = expect_seconds("cold_deadline", cold_deadline, above=True)
         make_policy(policy, 0)
@@ -202,16 +198,18 @@ class HostStore:
         with shared.lock():
             return sum(space.dirty for space in self._spaces.values())
 
-    def close(self, *, drain: float = 0.0) -> None:
+    def close(self, *, drain: float = 0.0, keep_cold: bool = False) -> None:
         """Stop the background work and give the memory back. Idempotent.
 
         Args:
             drain: seconds to spend on writing to the cold tier what has no copy there.
+            keep_cold: leave the cold tier open, for whoever has it.
 
         Raises:
-            ConfigError: `drain` is no number of seconds; the store is not closed.
+            ConfigError: an argument is of a wrong type or out of range; the store is not closed.
         """
         drain = expect_seconds("drain", drain)
+        keep_cold = expect_flag("keep_cold", keep_cold)
         if self._shared.closed:
             return
         if drain > 0 and self.cold is not None:
@@ -222,7 +220,7 @@ class HostStore:
         self._flusher.shutdown()
         if self._cleaner is not None:
             self._cleaner.join()
-        self._shared.close()
+        self._shared.close(keep_cold=keep_cold)
 
     def check_integrity(self) -> None:
         """Prove that every extent and slot has one owner and every index agrees with its slots.

@@ -67,9 +67,27 @@ class SpaceRoom:
         """Whether waiting for more slots may help: the arena is growing, or blocks are being copied below."""
         if self._shared.cold_takes and self._records.evictable:
             return True
-        arena = self._shared.arena
+        return self._grows(self._shared.arena.num_extents)
+
+    def may_come_from_others(self, held: int) -> bool:
+        """Whether waiting may help though all that this space may evict has gone.
+
+        It does while somebody else has slots, which a lease or a write gives back one day, or the arena is
+        growing or being page-locked. Not where all there is are pins, the caller's own leases, and spaces
+        that have no more than their share.
+
+        Args:
+            held: slots that the caller leases.
+        """
+        records = self._records
+        if records.free or records.evictable or records.pending or records.lent > held:
+            return True
+        return self._shared.may_reclaim(self) or self._grows(None)
+
+    def _grows(self, extents: int | None) -> bool:
+        """Whether the arena comes to have so many extents; None: all, page-locked as far as they will be."""
         try:
-            return not arena.wait_ready(arena.num_extents, timeout=0.0)
+            return not self._shared.arena.wait_ready(extents, timeout=0.0)
         except MemoryUnavailableError:
             return False
 

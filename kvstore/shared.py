@@ -134,11 +134,15 @@ class HostShared:
             self.closed = True
             self.changed.notify_all()
 
-    def close(self) -> None:
-        """After `stop`, without the lock: end what is under way and give everything back."""
+    def close(self, *, keep_cold: bool) -> None:
+        """After `stop`, without the lock: end what is under way and give everything back.
+
+        Args:
+            keep_cold: but the cold tier.
+        """
         self.loaders.shutdown(wait=True)
         self.mover.close()
-        if self.cold is not None:
+        if self.cold is not None and not keep_cold:
             self.cold.close()
         self.arena.close()
 
@@ -171,12 +175,20 @@ class HostShared:
         Args:
             before: only an extent that was last used before this tick.
         """
-        share = self.arena.num_extents // len(self._holders)
-        donors = [space for space in self._holders if space is not asking and space.extents]
-        if not donors or len(asking.extents) >= max(1, share):
-            return False
+        donors = self._donors(asking)
         donors.sort(key=lambda space: len(space.extents), reverse=True)
         return any(donor.yield_extent(before) for donor in donors)
+
+    def may_reclaim(self, asking: ExtentHolder) -> bool:
+        """Whether an extent of another space would be given to `asking`, were it empty."""
+        return bool(self._donors(asking))
+
+    def _donors(self, asking: ExtentHolder) -> list[ExtentHolder]:
+        """The spaces that have extents, if `asking` has less than a share."""
+        share = self.arena.num_extents // len(self._holders)
+        if len(asking.extents) >= max(1, share):
+            return []
+        return [space for space in self._holders if space is not asking and space.extents]
 
     def check_extents(self) -> None:
         """Prove that every extent has one owner.

@@ -104,6 +104,11 @@ class SlotRecords:
         return len(self._policy)
 
     @property
+    def lent(self) -> int:
+        """Committed blocks that somebody leases, otherwise than by pins."""
+        return int(np.count_nonzero(self.leases > self._pins))
+
+    @property
     def dirty(self) -> int:
         """Committed blocks that have no copy in the cold tier."""
         return int(np.count_nonzero((self._state == _COMMITTED) & ~self.in_cold))

@@ -314,6 +314,17 @@ class HostSpace(SlotSpace):
             self._shared.check_open()
             return self._room.evict(count, spare_dirty=False)
 
+    def room_may_come(self, held: int) -> bool:
+        """Whether waiting for slots may help: others have some, or the arena is growing.
+
+        Args:
+            held: how many different slots the caller has leased itself.
+        """
+        held = expect_integer("held", held, 0)
+        with self._shared.lock():
+            self._shared.check_open()
+            return self._room.may_come_from_others(held)
+
     # From the cold tier
 
     def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:

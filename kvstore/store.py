@@ -333,6 +333,7 @@ class TieredStore:
 
     def cached_blocks(self, sleeping: SleepingSequence) -> int:
         """How many of `available_blocks` waking a sequence would hold again."""
+        self._check_open()
         expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
         blocks = sleeping.places.device_blocks
         there = self.pool.generations[blocks] == sleeping.places.device_generations
@@ -520,12 +521,7 @@ class TieredStore:
             return 0
         device, pool = self._device, self.pool
         device.flush()
-        full = int(self.lengths[row]) // self.layout.block_size
-        words = self.table.row(row)[:full]
-        columns = np.flatnonzero((words & FAR) == 0)
-        blocks = device.blocks_at(words[columns])
-        mine = pool.refs[blocks] == 1
-        columns, blocks = columns[mine], blocks[mine]
+        columns, blocks = self._own_near(row)
         # Host memory may have let go of copies since; as many as are wanted are made anew.
         device.verify_copies(blocks)
         copied = pool.host_generations[blocks] > 0
@@ -542,6 +538,16 @@ class TieredStore:
         self.stats.spilled += len(blocks)
         return len(blocks)
 
+    def may_spill(self, row: int) -> bool:
+        """Whether `spill`, which found nothing to do, may find something later though this engine rests.
+
+        Not where the row has no block that could go, or host memory has no room and will have none.
+        """
+        self._check_row(row)
+        if self._far is None or self.host is None or not len(self._own_near(row)[0]):
+            return False
+        return self.host.room_may_come(self._far.held)
+
     def evict(self, count: int) -> int:
         """Let go of up to `count` device blocks that nobody holds, coldest first, copied below before.
 
@@ -553,6 +559,7 @@ class TieredStore:
 
     def sharing(self) -> Sharing:
         """How much of what the block tables hold is held by several rows."""
+        self._check_open()
         rows = self.table.rows_in_use
         if not len(rows):
             return Sharing(0, 0)
@@ -648,6 +655,7 @@ class TieredStore:
         Raises:
             IntegrityError: naming the first thing that does not agree.
         """
+        self._check_open()
         held = np.zeros(self.pool.capacity, dtype=np.int64)
         far = np.zeros(self.host.capacity if self.host is not None else 0, dtype=np.int64)
         for row in self.table.rows_in_use.tolist():
@@ -676,6 +684,15 @@ class TieredStore:
             self._far.check_integrity(far)
 
     # Inside
+
+    def _own_near(self, row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """The columns of a row's full near blocks that no other row holds, and these blocks."""
+        full = int(self.lengths[row]) // self.layout.block_size
+        words = self.table.row(row)[:full]
+        columns = np.flatnonzero((words & FAR) == 0)
+        blocks = self._device.blocks_at(words[columns])
+        mine = self.pool.refs[blocks] == 1
+        return columns[mine], blocks[mine]
 
     def _check_open(self) -> None:
         if self._closed:

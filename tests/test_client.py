@@ -293,6 +293,10 @@ def test_a_closed_connection_says_so_and_has_given_back(running: Running) -> Non
     lease.release()
     for call in (
         lambda: space.match(names(0, 1)),
+        lambda: space.lease(lease.slots[:0], lease.generations[:0]),
+        lambda: space.commit(lease.slots[:0], lease.generations[:0]),
+        lambda: space.readable_in_place(lease.slots),
+        lambda: space.room_may_come(0),
         lambda: space.addresses(lease.slots),
         lambda: client.space(LAYOUT),
         lambda: client.subscribe(print),

@@ -55,6 +55,7 @@ def test_every_call_of_a_closed_host_store_says_so(tmp_path: Path, with_cold: bo
         lambda: space.pin([NAME]),
         lambda: space.unpin([NAME]),
         lambda: space.evict(1),
+        lambda: space.room_may_come(0),
         lambda: space.load([NAME], 1.0),
         lambda: space.start_load([NAME]),
         space.write_to_cold,
@@ -96,6 +97,13 @@ def test_every_call_of_a_closed_tiered_store_says_so() -> None:
         lambda: store.promote(row, 1),
         lambda: store.spill(row, 1),
         lambda: store.evict(1),
+        lambda: store.may_spill(row),
+        lambda: store.cached_blocks(sleeping),
+        lambda: store.far_blocks(row),
+        lambda: store.start_install(rows, 1, rows),
+        store.finish_install,
+        store.sharing,
+        store.check_integrity,
         store.flush,
         lambda: store.save_session("anna", sleeping, [1]),
         lambda: store.find_session("anna"),
@@ -104,6 +112,13 @@ def test_every_call_of_a_closed_tiered_store_says_so() -> None:
     ):
         with pytest.raises(ClosedError):
             call()
+
+
+def test_a_host_store_is_not_made_on_a_cold_tier_that_is_closed(tmp_path: Path) -> None:
+    cold = DiskColdTier(tmp_path, capacity_bytes=1 << 20)
+    HostStore(1 << 20, cold=cold).close()
+    with pytest.raises(ClosedError, match="cold: this tier is closed"):
+        HostStore(1 << 20, cold=cold)
 
 
 def test_a_tiered_store_closes_also_after_its_host_store() -> None:

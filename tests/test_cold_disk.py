@@ -183,6 +183,74 @@ def test_a_damaged_record_is_corrupt_counted_and_removed(
     tier.close()
 
 
+def make_unreadable(path: Path, how: str) -> None:
+    """Have every read of a record fail, as a bad sector or wrong permissions would."""
+    if how == "permissions":
+        path.chmod(0)
+        return
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    else:
+        # Reading this process's memory at address 0 is an I/O error; a link to itself is none of a file.
+        path.symlink_to({"I/O error": "/proc/self/mem", "loop": path.name}[how])
+
+
+@pytest.mark.parametrize("how", ["I/O error", "loop", "folder", "permissions"])
+@pytest.mark.parametrize("note", [False, True])
+def test_a_record_that_cannot_be_read_is_counted_and_the_next_put_writes_it_again(
+    tmp_path: Path, how: str, note: bool
+) -> None:
+    if how == "permissions" and os.geteuid() == 0:
+        pytest.skip("root reads files of any mode")
+    tier = DiskColdTier(tmp_path, capacity_bytes=1 << 20)
+    blocks, hashes = blocks_of(2), hashes_of(2)
+    tier.put(SPACE, hashes, views(blocks))
+    into = np.zeros_like(blocks)
+    if note:
+        assert tier.put_note(b"note", b"value") == OK
+        (path,) = set(files_of(tmp_path)) - {file_of(tmp_path, name) for name in hashes}
+        make_unreadable(path, how)
+        assert tier.get_note(b"note") == (CORRUPT, b"")
+        assert tier.get_note(b"note") == (MISS, b"")
+    else:
+        make_unreadable(file_of(tmp_path, hashes[1]), how)
+        assert tier.get(SPACE, hashes, views(into)).tolist() == [OK, CORRUPT]
+        assert tier.contains(SPACE, hashes).tolist() == [True, False]
+        assert tier.get(SPACE, hashes, views(into)).tolist() == [OK, MISS]
+    assert (tier.stats.corrupt, tier.stats.unavailable) == (1, 0)
+    assert tier.used_bytes() == (2 if note else 1) * ROOM
+    tier.check_integrity()
+    assert not tier.put(SPACE, hashes, views(blocks)).any()
+    assert not tier.get(SPACE, hashes, views(into)).any()
+    assert np.array_equal(into, blocks)
+    assert tier.put_note(b"note", b"again") == OK
+    assert tier.get_note(b"note") == (OK, b"again")
+    tier.close()
+    # Nothing that is left keeps it from being opened again.
+    DiskColdTier(tmp_path, capacity_bytes=1 << 20).close()
+
+
+def test_a_record_is_kept_where_it_is_this_process_that_cannot_read(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _NO_DESCRIPTORS, str(tmp_path)], check=False)
+    assert done.returncode == 0
+
+
+_NO_DESCRIPTORS = """
+import resource, sys
+from kvpager.tiers.cold_disk import DiskColdTier
+tier = DiskColdTier(sys.argv[1], capacity_bytes=1 << 20)
+space, hashes, into = b"s" * 16, [b"h" * 16], bytearray(8)
+assert not tier.put(space, hashes, [memoryview(b"payload!")]).any()
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+assert tier.get(space, hashes, [memoryview(into)]).tolist() == [4]
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+assert tier.get(space, hashes, [memoryview(into)]).tolist() == [0]
+assert into == b"payload!"
+"""
+
+
 def test_a_record_whose_file_was_taken_away_is_a_miss(tier: DiskColdTier, tmp_path: Path) -> None:
     tier.put(SPACE, hashes_of(2), views(blocks_of(2)))
     file_of(tmp_path, hashes_of(1)[0]).unlink()
@@ -417,6 +485,71 @@ def test_readers_and_writers_at_once_with_room_for_few(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+    tier.check_integrity()
+    tier.close()
+
+
+class HeldDisk(DiskColdTier):
+    """A disk tier over a file system that holds up the next rename, until it is told to go on."""
+
+    def __init__(self, path: Path, capacity_bytes: int) -> None:
+        super().__init__(path, capacity_bytes=capacity_bytes, deadline=120.0)
+        self.holds = threading.Event()
+        self.held = threading.Event()
+        self.go_on = threading.Event()
+
+    def _rename(self, source: str, target: str) -> None:
+        if self.holds.is_set():
+            self.holds.clear()
+            self.held.set()
+            assert self.go_on.wait(60.0)
+        super()._rename(source, target)
+
+
+@pytest.mark.parametrize("moved", ["new", "dropped", "deleted"])
+def test_a_rename_that_the_file_system_holds_up_keeps_no_other_record_waiting(
+    tmp_path: Path, moved: str
+) -> None:
+    tier = HeldDisk(tmp_path, capacity_bytes=(4 if moved == "dropped" else 10) * ROOM)
+    blocks, hashes, into = blocks_of(6), hashes_of(6), np.zeros((6, SIZE), np.uint8)
+    for index in range(4):  # one by one: the first is the least recently used
+        assert not tier.put(SPACE, hashes[index : index + 1], views(blocks[index : index + 1])).any()
+    tier.holds.set()
+    slow = threading.Thread(
+        target=(lambda: tier.delete(SPACE, hashes[:1]))
+        if moved == "deleted"
+        else (lambda: tier.put(SPACE, hashes[4:5], views(blocks[4:5])))
+    )
+    slow.start()
+    assert tier.held.wait(60.0)
+    seen: list[object] = []
+
+    def others() -> None:
+        seen.append(tier.contains(SPACE, hashes).tolist())
+        seen.append(tier.get(SPACE, hashes[2:4], views(into[2:4])).tolist())
+        tier.check_integrity()
+        if moved == "new":
+            seen.append(tier.put(SPACE, hashes[5:], views(blocks[5:])).tolist())
+
+    quick = threading.Thread(target=others)
+    quick.start()
+    quick.join(30.0)
+    went_on = not quick.is_alive()
+    # What is put under the name that is being moved waits for that, and is there in the end.
+    again = 4 if moved == "new" else 0
+    late = threading.Thread(
+        target=lambda: tier.put(SPACE, hashes[again : again + 1], views(blocks[again : again + 1]))
+    )
+    late.start()
+    tier.go_on.set()
+    for thread in (slow, quick, late):
+        thread.join(60.0)
+    assert went_on
+    first = moved == "new"
+    assert seen[:2] == [[first, True, True, True, False, False], [OK, OK]]
+    assert seen[2:] == ([[OK]] if moved == "new" else [])
+    assert tier.get(SPACE, hashes[again : again + 1], views(into[again : again + 1])).tolist() == [OK]
+    assert np.array_equal(into[[again, 2, 3]], blocks[[again, 2, 3]])
     tier.check_integrity()
     tier.close()
 

@@ -23,15 +23,15 @@ from kvpager.tests.model_files import require_smollm2
 from kvpager.tests.process_tree import await_child, is_there
 from kvpager.tests.redis_servers import RedisServer, free_port
 
-SCRIPT = Path(sys.executable).with_name("kvpager")
+SCRIPT = str(Path(sys.executable).with_name("kvpager"))
 SMALL = ("demo", "--sessions", "3", "--answer-tokens", "4", "--device", "cpu")
 EQUAL = re.compile(r"All (\d+) answers equal")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The installed command with three short chats, in a process of its own."""
+def run(*arguments: str, command: tuple[str, ...] = (SCRIPT,)) -> subprocess.CompletedProcess[str]:
+    """The command with three short chats, in a process of its own."""
     return subprocess.run(
-        [str(SCRIPT), *SMALL, *arguments],
+        [*command, *SMALL, *arguments],
         capture_output=True,
         text=True,
         timeout=250,
@@ -47,6 +47,30 @@ def check_done(done: subprocess.CompletedProcess[str]) -> None:
     # Two turns of each chat, and one after the restart.
     assert said[1] == "9"
     assert "Traceback" not in done.stderr
+
+
+_ON_A_FULL_DISK = """
+import resource, sys
+from kvpager.api.demo_chats import Settings, first_process
+from kvpager.tiers.errors import ColdTierFullError
+# No file may have more: a full disk to a record, and none to the marker of the folder.
+resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+try:
+    first_process(Settings("smollm2", "cpu", 3, 4, sys.argv[1]))
+except ColdTierFullError as error:
+    print(error)
+"""
+
+
+def test_a_full_cold_tier_is_told_before_anything_else(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _ON_A_FULL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert done.stdout == f"{tmp_path} keeps nothing: full\n"
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +124,16 @@ def test_the_demo_on_redis_answers_as_without_any_cache(tiny: Path, tmp_path: Pa
             assert client.dbsize() > 0
 
 
+def test_the_demo_of_the_package_run_as_a_program_answers_as_without_any_cache(
+    tiny: Path, tmp_path: Path
+) -> None:
+    # Its two processes are spawned, which imports the program once more.
+    command = (sys.executable, "-P", "-m", "kvpager")
+    done = run("--model", str(tiny), "--disk", str(tmp_path), command=command)
+    check_done(done)
+    assert tokens_from_cold(done.stdout) > 300
+
+
 @pytest.mark.full
 def test_the_demo_on_a_real_model_answers_as_without_any_cache(tmp_path: Path) -> None:
     require_smollm2()
@@ -124,7 +158,7 @@ def test_a_demo_that_is_interrupted_as_its_second_process_starts_ends_quietly(
 ) -> None:
     demo = subprocess.Popen(
         [
-            str(SCRIPT),
+            SCRIPT,
             *SMALL,
             "--model",
             str(tiny),

@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import pytest
 import torch
 from kvpager.engine import scheduler
 from kvpager.engine.llm import LLM
 from kvpager.engine.sequence import FinishReason, Sequence, SequenceState
 from kvpager.kvstore.handles import Reservation
+from kvpager.kvstore.host import HostStore
 from kvpager.tests.engine_cases import (
     GREEDY,
     TOKENS,
@@ -33,6 +35,7 @@ from kvpager.tests.redis_servers import RedisServer
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.cold_redis import RedisColdTier
 from kvpager.tiers.errors import CapacityError, ClosedError, RequestError
+from kvpager.tiers.layout import KVLayout
 
 # Tiers that are full
 
@@ -119,6 +122,95 @@ def test_a_stream_that_no_tier_has_room_for_gives_its_text_and_raises(
     assert pieces
     assert whole.text.startswith("".join(pieces))
     assert len(llm.scheduler) == 0
+
+
+def pin_host(llm: LLM) -> list[bytes]:
+    """Have all of host memory pinned, and return what was."""
+    space = llm.store.host
+    assert space is not None
+    names = [at.to_bytes(16, "little") for at in range(space.capacity)]
+    assert space.put(names, np.zeros((len(names), llm.layout.block_bytes), np.uint8), wait=30.0) == len(names)
+    assert space.pin(names) == len(names)
+    return names
+
+
+HOPELESS_SECONDS = scheduler._ROOM_SECONDS / 2
+"""What ends for want of room that will not come does so sooner; room that may come is waited for longer."""
+
+
+@pytest.mark.parametrize("device_blocks", [6, 11])
+def test_room_that_is_pinned_is_not_waited_for(llama: Case, make_llama: MakeLLM, device_blocks: int) -> None:
+    llm = make_llama(device_blocks=device_blocks)
+    pinned = pin_host(llm)
+    started = time.monotonic()
+    done = llm.generate([llama.prompts[LONG], llama.prompts[SHORT]], GREEDY)
+    assert time.monotonic() - started < HOPELESS_SECONDS
+    assert [one.finish_reason for one in done] == [FinishReason.CAPACITY, FinishReason.LENGTH]
+    assert done[1].token_ids == llama.truth[SHORT]
+    assert llm.store.host is not None
+    assert llm.store.host.unpin(pinned) == len(pinned)
+    assert answers(llm, [llama.prompts[LONG]]) == [llama.truth[LONG]]
+    check_nothing_is_held(llm)
+
+
+def test_room_beyond_a_spaces_share_is_not_waited_for(llama: Case, make_llama: MakeLLM) -> None:
+    if llama.device != "cpu":
+        pytest.skip("the host store of this test is mapped for no GPU")
+    block_bytes = llama.loaded.model.kv_layout(8).block_bytes
+    with HostStore(4 * 4 * block_bytes, extent_bytes=4 * block_bytes) as host:
+        assert host.arena.wait_ready(4, timeout=30.0)
+        other = host.space(KVLayout(1, 1, 64, dtype="uint8"))
+        names = [at.to_bytes(16, "little") for at in range(other.capacity)]
+        blocks = np.zeros((len(names), other.layout.block_bytes), np.uint8)
+        assert other.put(names, blocks) == len(names)
+        llm = make_llama(host=host, host_bytes=None, device_blocks=6)
+        started = time.monotonic()
+        # Of 13 blocks 6 are on the device, and 8 in half of the host memory; for 16 there is no room.
+        done = llm.generate([llama.prompts[LONG]], replace(GREEDY, max_tokens=50))
+        assert time.monotonic() - started < HOPELESS_SECONDS
+        assert done[0].finish_reason is FinishReason.CAPACITY
+        assert done[0].token_ids[:TOKENS] == llama.truth[LONG]
+        llm.close()
+
+
+def test_who_has_no_block_that_could_go_below_waits_for_no_room(llama: Case, make_llama: MakeLLM) -> None:
+    llm = make_llama(device_blocks=1)
+    params = replace(GREEDY, max_tokens=12)
+    sequence = llm.submit(llama.prompts[SHORT], params)
+    run_until(llm, sequence, SequenceState.DECODING)
+    llm.step()
+    # Both go on from the one block, partly filled; a copy to write has no room beside it.
+    twin = llm.fork(sequence)
+    started = time.monotonic()
+    done = finish(llm, [sequence, twin])
+    assert time.monotonic() - started < HOPELESS_SECONDS
+    assert FinishReason.CAPACITY in {one.finish_reason for one in done}
+    for one in done:
+        assert one.token_ids == llama.truth[SHORT][: len(one.token_ids)]
+    check_nothing_is_held(llm)
+
+
+def test_room_that_somebody_else_has_is_waited_for(
+    llama: Case, make_llama: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llama(device_blocks=6)
+    held = fill_host(llm)
+    space = llm.store.host
+    assert space is not None
+    evict = space.evict
+    waited: list[int] = []
+
+    def evict_in_vain(count: int) -> int:
+        """What the scheduler tries before it waits: meanwhile the other one ends."""
+        monkeypatch.undo()
+        waited.append(evict(count))
+        held.abort()
+        return waited[0]
+
+    monkeypatch.setattr(space, "evict", evict_in_vain)
+    assert answers(llm, [llama.prompts[LONG]]) == [llama.truth[LONG]]
+    assert waited == [0]
+    check_nothing_is_held(llm)
 
 
 # Steps that fail
@@ -253,6 +345,7 @@ def test_a_closed_engine_says_so(llama: Case, make_llama: MakeLLM) -> None:
     for call in (
         lambda: llm.submit(llama.prompts[0]),
         lambda: llm.generate(llama.prompts[0]),
+        lambda: llm.generate([]),
         lambda: next(llm.stream(llama.prompts[0])),
         llm.step,
         lambda: llm.fork(sequences[0]),
@@ -262,6 +355,35 @@ def test_a_closed_engine_says_so(llama: Case, make_llama: MakeLLM) -> None:
     ):
         with pytest.raises(ClosedError, match="closed"):
             call()
+
+
+def test_a_stream_that_is_read_on_when_its_engine_is_closed_says_so(speaking: Case, made: list[LLM]) -> None:
+    make = maker(speaking, made)
+    (whole,) = make().generate([speaking.prompts[LONG]], GREEDY)
+    llm = make()
+    stream = llm.stream(speaking.prompts[LONG], GREEDY)
+    pieces = [next(stream)]
+    llm.close()
+    # A list keeps what came before the error.
+    with pytest.raises(ClosedError, match="the engine is closed"):
+        pieces.extend(stream)
+    assert whole.text.startswith("".join(pieces))
+    assert list(stream) == []
+
+
+def test_a_stream_that_had_ended_before_its_engine_was_closed_gives_all_of_its_text(
+    speaking: Case, made: list[LLM]
+) -> None:
+    make = maker(speaking, made)
+    (whole,) = make().generate([speaking.prompts[LONG]], GREEDY)
+    llm = make()
+    stream = llm.stream(speaking.prompts[LONG], GREEDY)
+    pieces = [next(stream)]
+    while len(llm.scheduler):
+        llm.step()
+    llm.close()
+    pieces.extend(stream)
+    assert "".join(pieces) == whole.text
 
 
 # A cold tier that fails

@@ -34,6 +34,7 @@ from kvpager.tiers.errors import (
     ModelError,
     RequestError,
 )
+from kvpager.tiers.extras import how_to_install
 
 NO_INTEGERS = ("5", 5.5, True, math.nan, [5], b"5", 1j)
 NO_SECONDS = ("5", True, math.nan, math.inf, -1.0, [5], None, 10**400)
@@ -413,4 +414,4 @@ except ImportError as error:
     name, cause, said = done.stdout.strip().split("|")
     assert (name, cause) == (absent, "ModuleNotFoundError")
     package = ".".join(module.split(".")[:2])
-    assert said == f'{package} needs {absent}, which is not installed: pip install "kvpager[engine]"'
+    assert said == f"{package} needs {absent}, which is not installed: {how_to_install('engine')}"

@@ -142,6 +142,16 @@ def test_every_name_that_kvpager_hands_on_exists() -> None:
         assert getattr(kvpager, name) is not None
 
 
+def test_the_package_runs_as_a_program() -> None:
+    done = run_python("-W", "error", "-m", "kvpager", "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"kvpager {version('kvpager')}\n", "")
+
+
+def test_importing_the_program_runs_nothing() -> None:
+    done = run_python("-W", "error", "-c", "import kvpager.__main__")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_the_installed_version_is_the_one_in_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert version("kvpager") == project["version"]
@@ -153,7 +163,9 @@ def test_every_package_folder_is_listed_in_pyproject() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "__init__.py", *MODULES], ids=lambda path: str(path.relative_to(ROOT))
+    "path",
+    [ROOT / "__init__.py", ROOT / "__main__.py", *MODULES],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_every_public_module_says_what_it_is(path: Path) -> None:
     if path.name.startswith("_") and path.name != "__init__.py":

@@ -43,7 +43,7 @@ def _verdict(codec: RecordCodec, part: Part, stored: bytearray) -> tuple[Verdict
 @pytest.fixture(scope="module", params=[None, SECRET], ids=["plain", "sealed"])
 def codec(request: pytest.FixtureRequest) -> RecordCodec:
     if request.param is not None:
-        pytest.importorskip("cryptography", reason="sealing needs kvpager[seal]")
+        pytest.importorskip("cryptography", reason="sealing needs the extra seal")
     return RecordCodec(request.param)
 
 
@@ -91,7 +91,7 @@ def test_a_size_that_does_not_match_the_header_is_broken_and_one_that_does_is_fo
 
 
 def test_sealed_payloads_are_not_readable_and_no_two_seals_are_equal() -> None:
-    pytest.importorskip("cryptography", reason="sealing needs kvpager[seal]")
+    pytest.importorskip("cryptography", reason="sealing needs the extra seal")
     codec = RecordCodec(SECRET)
     payload = b"the user's prompt " * 100
     one, two = (bytes(_stored(codec, payload)[1]) for _ in range(2))
@@ -100,7 +100,7 @@ def test_sealed_payloads_are_not_readable_and_no_two_seals_are_equal() -> None:
 
 
 def test_key_ids_part_secrets_and_value_sizes() -> None:
-    pytest.importorskip("cryptography", reason="sealing needs kvpager[seal]")
+    pytest.importorskip("cryptography", reason="sealing needs the extra seal")
     ids = {
         RecordCodec().key_id,
         RecordCodec(SECRET).key_id,
@@ -112,7 +112,7 @@ def test_key_ids_part_secrets_and_value_sizes() -> None:
 
 
 def test_a_record_sealed_with_another_secret_is_broken() -> None:
-    pytest.importorskip("cryptography", reason="sealing needs kvpager[seal]")
+    pytest.importorskip("cryptography", reason="sealing needs the extra seal")
     part, stored = _stored(RecordCodec(SECRET), bytes(100))
     assert _verdict(RecordCodec(SECRET + "!"), part, stored)[0] is Verdict.BROKEN
     part, stored = _stored(RecordCodec(SECRET), bytes(100))

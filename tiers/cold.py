@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from .errors import CapacityError, ClosedError, ConfigError
 from .record import check_key, note_hash
-from .settings import expect_bytes, expect_seconds
+from .settings import expect_bytes, expect_methods, expect_seconds
 
 __all__ = [
     "LONGEST_DEADLINE",
@@ -32,10 +32,15 @@ __all__ = [
     "RecordTier",
     "StatusArray",
     "byte_views",
+    "expect_cold_tier",
+    "is_open",
 ]
 
 LONGEST_DEADLINE: Final = 3600.0
 """Seconds: the most that a tier's own deadline may be."""
+
+_NEEDED_CALLS: Final = ("put", "get", "contains", "put_note", "get_note", "close")
+"""What a host store and an engine call of a tier."""
 
 
 class ColdStatus(enum.IntEnum):
@@ -45,7 +50,7 @@ class ColdStatus(enum.IntEnum):
     MISS = 1
     """Not there."""
     CORRUPT = 2
-    """There, but it does not verify. Counted; the caller treats it as a miss."""
+    """There, but it cannot be read or does not verify. Counted; the caller treats it as a miss."""
     LATE = 3
     """The deadline came first."""
     UNAVAILABLE = 4
@@ -343,6 +348,31 @@ class RecordTier(ABC):
         """Wait for the end of every call under way."""
         with self._idle:
             self._idle.wait_for(lambda: not self._calls)
+
+
+def expect_cold_tier(value: ColdTier) -> ColdTier:
+    """The value of a setting `cold`, if it is a cold tier that takes calls.
+
+    Raises:
+        ConfigError: it is none; the error names the setting.
+        ClosedError: it is closed.
+    """
+    what = "a cold tier (open_cold_tier opens one from a URL or a folder)"
+    expect_methods("cold", value, _NEEDED_CALLS, what)
+    if not is_open(value):
+        raise ClosedError(
+            "cold: this tier is closed, as a store or an engine does with its own; open it again"
+        )
+    return value
+
+
+def is_open(cold: ColdTier) -> bool:
+    """Whether a cold tier takes calls: not once it was closed."""
+    try:
+        cold.contains(bytes(16), [])
+    except ClosedError:
+        return False
+    return True
 
 
 def byte_views(name: str, buffers: Sequence[memoryview], count: int, *, writable: bool) -> list[memoryview]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import threading
@@ -54,6 +55,11 @@ _GRAIN: Final = 4096
 _LANES: Final = 4
 _STAMP_SECONDS: Final = 600.0
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNREADABLE: Final = (
+    *(errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EACCES, errno.EPERM),
+    *(errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV),
+)
+"""What is wrong with a record, and not with this process or the way to the disk."""
 
 
 @dataclass(slots=True)
@@ -62,6 +68,13 @@ class _Entry:
 
     room: int
     stamped: float
+
+
+class _Call:
+    """What one call has under way: files that it moves, and the room counted for a record it writes."""
+
+    def __init__(self) -> None:
+        self.room = 0
 
 
 class DiskColdTier(RecordTier):
@@ -98,13 +111,16 @@ class DiskColdTier(RecordTier):
         self._capacity = expect_integer("cold.capacity_bytes", capacity_bytes, _GRAIN, MOST_BYTES)
         self._fsync = expect_flag("cold.fsync", fsync)
         self._codec = RecordCodec(secret, value_bytes=_FILE_LIMIT)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held over anything that the disk may hold up
+        self._moved = threading.Condition(self._lock)
         self._index: OrderedDict[str, _Entry] = OrderedDict()
         # By name and not by entry: a reader may have opened the file of a later record of that name.
         self._readers: Counter[str] = Counter()
+        self._moving: dict[str, _Call] = {}
+        """Names whose files are being moved to or from their places, and by which call."""
         self._used = 0
         self._pending = 0
-        self._serial = 0
+        self._serial = itertools.count(1)
         self._lock_file = -1
         try:
             self._open()
@@ -156,7 +172,7 @@ class DiskColdTier(RecordTier):
             with os.scandir(folder) as files:
                 for file in files:
                     if _UNFINISHED_NAME.fullmatch(file.name):
-                        os.unlink(file.path)
+                        _discard(file.path)
                     elif _RECORD_NAME.fullmatch(file.name) and file.is_file(follow_symlinks=False):
                         about = file.stat(follow_symlinks=False)
                         name = f"{shard:02x}/{file.name}"
@@ -191,7 +207,7 @@ class DiskColdTier(RecordTier):
     def _get_blocks(
         self, space: bytes, hashes: Sequence[bytes], views: Sequence[memoryview], until: float
     ) -> StatusArray:
-        """Read each payload into its buffer, verified. A record that does not verify is removed."""
+        """Read each payload into its buffer, verified. One that is not sound, or unreadable, is removed."""
 
         def read(index: int) -> ColdStatus:
             return self._get(space, hashes[index], views[index])
@@ -287,36 +303,47 @@ class DiskColdTier(RecordTier):
         size = HEADER_BYTES + len(payload)
         if size > _FILE_LIMIT:
             return ColdStatus.FULL
-        with self._lock:
-            entry = self._index.get(name)
-            present = entry is not None and not replace
-            if entry is not None:
-                self._index.move_to_end(name)
-            spare = [] if present else self._make_room(_room(size))
-        if present:
-            self._stamp(name)
-            return ColdStatus.OK
-        if spare is None:
-            return ColdStatus.FULL
-        unfinished = spare[0]
-        for path in spare[1:]:
-            _discard(path)
+        call = _Call()
+        written = False
+        unfinished = ""
         try:
+            with self._lock:
+                entry = self._index.get(name)
+                present = entry is not None and not replace
+                if entry is not None:
+                    self._index.move_to_end(name)
+                victims = None if present else self._make_room(_room(size), call)
+            if present:
+                self._stamp(name)
+                return ColdStatus.OK
+            if victims is None:
+                return ColdStatus.FULL
+            # Writing over blocks and cached pages that are there takes a fraction of the time of giving them
+            # back and getting new ones.
+            unfinished, *others = self._move_aside(victims, call) or [self._unfinished()]
+            for path in others:
+                _discard(path)
             (part,) = self._codec.split(space, prefix_hash, len(payload))
             header, body = self._codec.encode(part, payload, self._codec.new_write_id())
             self._write(unfinished, header, body)
-            with self._lock:
-                os.rename(unfinished, self._path(name))
-                replaced = self._index.pop(name, None)
-                self._used -= replaced.room if replaced is not None else 0
-                self._pending -= _room(size)
-                self._index[name] = _Entry(_room(size), time.time())
+            with self._moved:
+                self._moved.wait_for(lambda: name not in self._moving)
+                self._moving[name] = call
+            self._rename(unfinished, self._path(name))
+            written = True
         except OSError as error:
             _discard(unfinished)
-            with self._lock:
-                self._used -= _room(size)
-                self._pending -= _room(size)
             return _status_of(error)
+        finally:
+            with self._moved:
+                self._pending -= call.room
+                if written:
+                    replaced = self._index.pop(name, None)
+                    self._used -= replaced.room if replaced is not None else 0
+                    self._index[name] = _Entry(call.room, time.time())
+                else:
+                    self._used -= call.room
+                self._end_moves(call)
         if self._fsync:
             try:
                 _sync_folder(os.path.dirname(self._path(name)))
@@ -324,13 +351,11 @@ class DiskColdTier(RecordTier):
                 return _status_of(error)
         return ColdStatus.OK
 
-    def _make_room(self, need: int) -> list[str] | None:
+    def _make_room(self, need: int, call: _Call) -> list[str] | None:
         """Count `need` bytes as used, dropping records for it; called under the lock.
 
         Returns:
-            Paths: of the file to write, and of files to unlink. None where there is no room. Where a record
-            is dropped, its file is the one to write: writing over blocks and cached pages that are there
-            takes a fraction of the time of giving them back and getting new ones.
+            the names of records dropped, whose files are to be moved aside. None where there is no room.
         """
         victims: list[str] = []
         freed = 0
@@ -338,44 +363,73 @@ class DiskColdTier(RecordTier):
             if self._used - freed + need <= self._capacity:
                 break
             # Read just now, its file must stay as it is.
-            if name not in self._readers:
+            if name not in self._readers and name not in self._moving:
                 victims.append(name)
                 freed += entry.room
         if self._used - freed + need > self._capacity:
             return None
-        spare = [path for name in victims if (path := self._take_out(name)) is not None]
+        for name in victims:
+            self._drop(name, call)
         with self.stats.lock:
             self.stats.evicted += len(victims)
         self._used += need
         self._pending += need
-        return spare or [self._unfinished()]
+        call.room = need
+        return victims
 
-    def _take_out(self, name: str) -> str | None:
-        """Forget a record and rename its file aside; called under the lock. Its new path, if it was there.
+    def _drop(self, name: str, call: _Call) -> None:
+        """Forget a record, whose file the call moves aside next; called under the lock.
 
-        Renamed under the lock, so that a later record of the same name is not meant; unlinked after it,
-        since giving back the blocks of a file can take milliseconds.
+        Until it has, nobody puts a later record of that name there, which would be moved in its stead.
         """
+        self._moving[name] = call
         self._used -= self._index.pop(name).room
-        aside = self._unfinished()
-        try:
-            os.rename(self._path(name), aside)
-        except OSError:  # gone already; or it cannot be, and is found again when the tier is next opened
-            return None
-        return aside
+
+    def _move_aside(self, names: list[str], call: _Call) -> list[str]:
+        """Rename the files of records dropped, without the lock; the new paths of those that were there.
+
+        Only renamed: giving back the blocks of a file can take milliseconds, for which nobody need wait.
+        """
+        moved = []
+        for name in names:
+            aside = self._unfinished()
+            # Gone already; or it cannot be, and is found again when the tier is next opened.
+            with suppress(OSError):
+                self._rename(self._path(name), aside)
+                moved.append(aside)
+        with self._moved:
+            self._end_moves(call)
+        return moved
+
+    def _end_moves(self, call: _Call) -> None:
+        """Whoever waits for a file that the call moved may go on; called under the lock."""
+        if self._moving:
+            for name in [name for name, other in self._moving.items() if other is call]:
+                del self._moving[name]
+            self._moved.notify_all()
 
     def _unfinished(self) -> str:
-        self._serial += 1
-        return self._path(f"{self._serial & 255:02x}/{self._serial}{_UNFINISHED_SUFFIX}")
+        serial = next(self._serial)
+        return self._path(f"{serial & 255:02x}/{serial}{_UNFINISHED_SUFFIX}")
+
+    def _rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
 
     def _delete(self, name: str, entry: _Entry | None = None) -> bool:
         """Remove a record (only if it still is this one); whether it was there."""
-        with self._lock:
-            found = self._index.get(name)
-            if found is None or (entry is not None and found is not entry):
-                return False
-            aside = self._take_out(name)
-        if aside is not None:
+        call = _Call()
+        try:
+            with self._moved:
+                while (found := self._index.get(name)) is not None and name in self._moving:
+                    self._moved.wait()  # it is being replaced
+                if found is None or (entry is not None and found is not entry):
+                    return False
+                self._drop(name, call)
+            moved = self._move_aside([name], call)
+        finally:
+            with self._moved:
+                self._end_moves(call)
+        for aside in moved:
             _discard(aside)
         return True
 
@@ -407,8 +461,10 @@ class DiskColdTier(RecordTier):
             status, useless = self._read(self._path(name), part, into)
         except FileNotFoundError:
             status, useless = ColdStatus.MISS, True
-        except OSError:
-            status = ColdStatus.UNAVAILABLE
+        except OSError as error:
+            # One that cannot be read is of no use to anyone, and in the way of the next put.
+            useless = error.errno in _UNREADABLE
+            status = ColdStatus.CORRUPT if useless else ColdStatus.UNAVAILABLE
         finally:
             with self._lock:
                 self._readers[name] -= 1

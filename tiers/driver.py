@@ -11,6 +11,7 @@ import re
 from typing import Any, Final
 
 from .errors import ConfigError, KVPagerError
+from .extras import how_to_install
 from .settings import expect_text
 
 __all__ = ["check", "cuda_driver", "device_ordinal", "driver_answers", "use_primary_context"]
@@ -38,9 +39,7 @@ def cuda_driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise ConfigError(
-            "device", "CUDA needs cuda-python, which pip install 'kvpager[cuda]' brings"
-        ) from error
+        raise ConfigError("device", f"CUDA needs cuda-python: {how_to_install('cuda')}") from error
     check(driver.cuInit(0))
     return driver
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import xxhash
 
 from .errors import ConfigError
+from .extras import how_to_install
 from .settings import expect_byte_strings, expect_bytes, expect_integer
 
 if TYPE_CHECKING:
@@ -306,9 +307,7 @@ class _Seal:
             from cryptography.hazmat.primitives.ciphers.algorithms import AES
             from cryptography.hazmat.primitives.ciphers.modes import GCM
         except ImportError as error:
-            raise ConfigError(
-                setting, "needs the package cryptography: pip install 'kvpager[seal]'"
-            ) from error
+            raise ConfigError(setting, f"needs the package cryptography: {how_to_install('seal')}") from error
         algorithm = AES(key)
         self._invalid: type[Exception] = InvalidTag
         self._cipher: Callable[[bytes, bytes | None], Cipher[GCM]] = lambda nonce, tag: Cipher(
