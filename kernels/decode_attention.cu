@@ -1,6 +1,6 @@
 // Attention of one query per sequence over blocks at raw addresses; see decode_attention.py.
 //
-// A persistent grid divides the blocks evenly among teams of CTAs, one CTA of a team for each KV head. In each CTA
+// A persistent grid divides tiles of blocks evenly among teams of CTAs, one CTA of a team for each KV head. In each CTA
 // one warp has tiles copied from raw addresses into a ring in shared memory, whatever memory they lie in, and the
 // other warps consume them:
 // - a run whose rows fit one accumulator: the warps share the tokens of a tile, and merge at the end;
@@ -16,7 +16,7 @@
 // variant: HEAD_DIM=128 BFLOAT16=0 SWIZZLED=1 TILE=64 STAGES=2 CTAS_PER_SM=2
 // variant: HEAD_DIM=128 BFLOAT16=1 SWIZZLED=1 TILE=64 STAGES=3 CTAS_PER_SM=1
 // variant: HEAD_DIM=80 BFLOAT16=0 SWIZZLED=0 TILE=64 STAGES=3 CTAS_PER_SM=2
-// variant: HEAD_DIM=256 BFLOAT16=0 SWIZZLED=1 TILE=64 STAGES=3 CTAS_PER_SM=1
+// variant: HEAD_DIM=256 BFLOAT16=0 SWIZZLED=1 TILE=64 STAGES=2 CTAS_PER_SM=1
 constexpr int WARPS = 4;  // that attend, beside the one that copies
 
 #include "attention.cuh"
@@ -29,6 +29,10 @@ constexpr int MOST_BLOCKS = TILE / 16;  // blocks of a tile
 // Tiles that are held while the rows of a large run go over them.
 constexpr int CHUNK = STAGES;
 
+// Tiles before the end of a share, when the next one is looked for: early enough to know its words in time, and late, so
+// that whoever waits for slow memory takes nothing that others could do meanwhile.
+constexpr int AHEAD = 6;
+
 enum { FIRST = 1, LAST = 2, INSTALLS = 4, CHUNK_END = 8, STOP = 16 };
 
 // What the consumers know about a tile.
@@ -38,7 +42,6 @@ struct __align__(16) Tile {
     int skipped;
     Result result;
     int column;    // of its first block
-    int unused;
     u64 targets[MOST_BLOCKS];  // where blocks are installed; 0: nowhere
 };
 
@@ -47,52 +50,93 @@ struct Shared {
     char query[STAGES][QUERY_BYTES];
     Tile tile[STAGES];
     u64 full[STAGES], empty[STAGES];
+    __align__(16) float rows[WARPS * MMA_ROWS * HEAD_DIM];  // of warps that merge
     Merging merging;
+    Result result[WARPS];  // that each warp is at the end of
 };
 
 __device__ void produce(const Problem& p, Shared& shared, int lane) {
     int turn = 0;
-    bool waits = p.settled;
-    if (!waits) wait_for_kernels_before();
-    const Shares shares = *p.shares;
-    const int share = blockIdx.x / p.kv_heads, head = blockIdx.x % p.kv_heads;
-    if (share < shares.count) {
-        const int blocks = TILE / p.block_tokens;
-        const int plane = lane / blocks, block = lane % blocks;
-        const bool copies = lane < 2 * blocks;
-        const u32 slice = p.block_tokens * ROW_BYTES;
-        const i64 offset = p.layer_offset + (plane * p.kv_heads + head) * p.slice_bytes;
+    bool waits = true;
+    // From its return on memory may be read that the kernels before have written.
+    const auto wait_once = [&] {
+        if (waits) wait_for_kernels_before();
+        waits = false;
+    };
+    if (!p.settled) wait_once();
+    const Shares& shares = *p.shares;
+    const int head = blockIdx.x % p.kv_heads;
+    const int blocks = TILE / p.block_tokens;
+    const int plane = lane / blocks, block = lane % blocks;
+    const bool copies = lane < 2 * blocks;
+    const u32 slice = p.block_tokens * ROW_BYTES;
+    const i64 offset = p.layer_offset + (plane * p.kv_heads + head) * p.slice_bytes;
+    const auto take = [&] {
+        int taken = 0;
+        if (lane == 0) taken = atomicAdd(p.taken + head, 1);
+        return shares.teams + __shfl_sync(~0u, taken, 0);
+    };
+    // The 32 words from a column on. They come ahead of use, by several tiles' time: those of the next run too.
+    const auto words_from = [&](const Run& run, int from, int stop) {
+        return run.position < stop && from + lane < run.end - run.begin
+                   ? __ldg(p.table + run.leader * p.table_stride + run.begin + from + lane)
+                   : 0;
+    };
+    // Of the rows that one accumulator holds, whose they are.
+    const auto members_of = [&](const Run& run) {
+        return run.rows <= MMA_ROWS && lane < run.count ? p.members[run.members + lane] : 0;
+    };
+    int share = blockIdx.x / p.kv_heads;
+    if (share >= shares.teams) {
+        if (shares.free) wait_once();
+        share = shares.free ? take() : shares.count();
+    }
+    if (share < shares.count()) {
         const Start& start = p.starts[share];
-        const int stop = start.stop;
-        int index = start.index, column = start.column;
-        Run run = start.run, next_run = p.runs[index + 1];
-        // The 32 words from a column on. They come ahead of use, by several tiles' time: those of the next run too.
-        const auto words_from = [&](const Run& of, int from) {
-            return of.position < stop && from + lane < of.end - of.begin
-                       ? __ldg(p.table + of.leader * p.table_stride + of.begin + from + lane)
-                       : 0;
-        };
-        u64 at_hand = words_from(run, column);
+        int index = start.index, column = start.column, stop = start.stop;
+        Run run = start.run, next_run = start.next;
+        u64 at_hand = words_from(run, column, stop);
+        int member = members_of(run);
         while (true) {
             const int base = run.position;
-            const int until = min(run.end - run.begin, first_column(base, run.weight, stop));
+            const bool last_run = base + run.size >= stop;  // of the share
+            const int until = min(run.end - run.begin, first_column(base, run.weight, stop, blocks));
             int at = 0;  // of the words at hand, the first that was not used
-            u64 ahead = words_from(run, column + 32);
-            const u64 next_words = words_from(next_run, 0);
-            const Run run_after = p.runs[index + 2];
-            // From here on memory is read that the kernels before may have written.
-            if (waits) wait_for_kernels_before();
-            waits = false;
+            u64 ahead = words_from(run, column + 32, stop);
+            u64 next_words = last_run ? 0 : words_from(next_run, 0, stop);
+            int next_member = last_run ? 0 : members_of(next_run);
+            Run run_after = p.runs[index + 2];
+            // After the last run of a share comes the first of the next one, which is looked for step by step.
+            int steps = 0, next_share = share, next_index = index + 1, next_column = 0, next_stop = stop;
+            const auto look_ahead = [&] {
+                if (steps == 0) {
+                    next_share = shares.free ? take() : share + shares.teams;
+                } else if (next_share < shares.count()) {
+                    if (steps == 1) {
+                        const Start& next = p.starts[next_share];
+                        next_run = next.run;
+                        run_after = next.next;
+                        next_index = next.index;
+                        next_column = next.column;
+                        next_stop = next.stop;
+                    } else {
+                        next_words = words_from(next_run, next_column, next_stop);
+                        next_member = members_of(next_run);
+                    }
+                }
+                ++steps;
+            };
+            wait_once();
             const bool few = run.rows <= MMA_ROWS;
-            const int part = share - shares.owner(base), parts = shares.parts(run);
-            const int rows_at = run.rows_at + head * parts * run.rows;
+            const int parts = shares.parts(run);
+            const int first_row = run.rows_at + (head * parts + share - shares.owner(base)) * run.rows;
             int held = 0;
             for (int first = column; column < until; column += blocks, ++turn) {
                 const u64 word = __shfl_sync(~0u, at_hand, at + block);
                 if ((at += blocks) == 32) {
                     at = 0;
                     at_hand = ahead;
-                    ahead = words_from(run, column + blocks + 32);
+                    ahead = words_from(run, column + blocks + 32, stop);
                 }
                 const int here = min(blocks, until - column);
                 const bool copied = copies && block < here;
@@ -108,7 +152,7 @@ __device__ void produce(const Problem& p, Shared& shared, int lane) {
                 if (copied) bulk_load(memory, source, slice, full);
                 if (queries && lane < run.count) {
                     const u32 bytes = p.group * ROW_BYTES;
-                    const u16* q = p.q + p.members[run.members + lane] * p.q_stride + head * p.group * HEAD_DIM;
+                    const u16* q = p.q + member * p.q_stride + head * p.group * HEAD_DIM;
                     bulk_load(shared_address(shared.query[stage]) + lane * bytes, reinterpret_cast<u64>(q), bytes, full);
                 }
                 Tile& about = shared.tile[stage];
@@ -116,7 +160,11 @@ __device__ void produce(const Problem& p, Shared& shared, int lane) {
                 if (copied && (word & TAG_INSTALL) && p.install != nullptr)
                     target = p.install[run.leader * p.install_stride + run.begin + column + block];
                 const bool installs = __any_sync(~0u, target != 0);
-                if (installs && copies && plane == 0) about.targets[block] = target;
+                if (installs)
+                    for (int i = 0; i < MOST_BLOCKS; ++i) {
+                        const u64 to = __shfl_sync(~0u, target, i);
+                        if (lane == 0) about.targets[i] = to;
+                    }
                 const bool chunk_ends = ends || ++held == CHUNK;
                 if (chunk_ends) held = 0;
                 if (lane == 0) {
@@ -127,29 +175,35 @@ __device__ void produce(const Problem& p, Shared& shared, int lane) {
                     about.result.rows = run.rows;
                     about.result.members = run.members;
                     about.result.head = head;
-                    about.result.rows_at = rows_at;
-                    about.result.part = part;
-                    about.result.parts = run.alone ? parts : 0;
-                    about.result.arrived = index * p.kv_heads + head;
+                    about.result.first_row = first_row;
+                    about.result.alone = run.alone;
                     about.column = run.begin + column;
                 }
                 __syncwarp();
                 if (lane == 0) barrier_arrive(full);
+                if (last_run && steps < 3 && until - column <= AHEAD * blocks) look_ahead();
             }
-            if (base + run.size >= stop) break;
-            column = 0;
-            ++index;
+            if (last_run) {
+                while (steps < 3) look_ahead();
+                if (next_share >= shares.count()) break;
+            }
+            share = next_share;
+            index = next_index;
+            column = next_column;
+            stop = next_stop;
             run = next_run;
             next_run = run_after;
             at_hand = next_words;
+            member = next_member;
             while (run.size == 0) {
                 run = next_run;
-                at_hand = words_from(run, 0);
+                at_hand = words_from(run, 0, stop);
+                member = members_of(run);
                 next_run = p.runs[++index + 1];
             }
         }
     }
-    if (waits) wait_for_kernels_before();
+    wait_once();
     const int stage = turn % STAGES;
     if (turn >= STAGES) barrier_wait(shared_address(&shared.empty[stage]), (turn / STAGES - 1) & 1);
     if (lane == 0) {
@@ -215,7 +269,7 @@ __device__ __forceinline__ void consume(const Problem& p, Shared& shared, int wa
         const int all_rows = about.result.rows;
         const bool many = all_rows > MMA_ROWS;
         const int passes = many ? (all_rows + WARPS * MMA_ROWS - 1) / (WARPS * MMA_ROWS) : 1;
-        const i64 first_at = about.result.first_row();
+        const i64 first_at = about.result.first_row;
         int held = 0, these = 0;
 #pragma unroll 1
         for (int pass = 0; pass < passes; ++pass) {
@@ -254,7 +308,7 @@ __device__ __forceinline__ void consume(const Problem& p, Shared& shared, int wa
                         attend_part(p, acc, query, offsets, tile.tokens, tile.skipped, memory, token, lane);
                 }
                 ++held;
-                if ((these & LAST) && !many) break;  // the stage is needed still
+                if ((these & LAST) && lane == 0) shared.result[warp] = tile.result;
                 if (pass == passes - 1) release(shared, now, these & INSTALLS, lane);
                 if (these & CHUNK_END) break;
             }
@@ -264,10 +318,7 @@ __device__ __forceinline__ void consume(const Problem& p, Shared& shared, int wa
         }
         turn += held;
         if ((these & LAST) && !many) {
-            if (stored && lane == 0) bulk_wait_read();
-            const int last = (turn - 1) % STAGES;
-            merge_warps(p, shared.stage[last], shared.merging, shared.tile[last].result, acc, warp, lane);
-            release(shared, last, false, lane);
+            merge_warps(p, shared.rows, shared.merging, shared.result[warp], acc, warp, lane);
             // The next run begins anew: told to the compiler, so that it keeps nothing during the merge.
             acc.clear();
             query = Query{};
@@ -299,6 +350,5 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), CTAS_PER_SM) deco
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 combine(const __grid_constant__ Problem p, const __grid_constant__ Chain chain) {
     let_dependents_launch();
-    wait_for_kernels_before();
-    combine_sequences(p, chain);
+    combine_sequences(p, chain, [] { wait_for_kernels_before(); });
 }

@@ -6,9 +6,11 @@ copies (``cp.async.bulk``), from 8.0 on with 16-byte ones (``cp.async``). What m
 raw addresses:
 
 - Work is found on the GPU from `seq_lens` and the table, so a step can be captured in a CUDA graph and
-  replayed over other lengths and words. Every team of CTAs gets an equal share of all blocks ("stream-K",
-  Osama et al. 2023, https://arxiv.org/abs/2301.03598); where that divides a sequence, partial results merge
-  by log-sum-exp ("Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+  replayed over other lengths and words. Teams of CTAs get equal shares of all blocks ("stream-K", Osama et
+  al. 2023, https://arxiv.org/abs/2301.03598); where that divides a sequence, partial results merge by
+  log-sum-exp ("Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html). There are large
+  shares and small ones: where some blocks are far, the small ones go to whoever is free, so that a team that
+  reads one sequence over the bus is not waited for.
 - Sequences whose words are equal share those blocks: one read serves them all, as the GPU's L2 does not keep
   host memory and each byte of it should cross the bus once (compare "Hydragen", Juravsky et al. 2024,
   https://arxiv.org/abs/2402.05099). Sharing is found from the words, and need not be declared.
@@ -46,16 +48,22 @@ from .reference import AttentionPlan
 
 __all__ = ["DecodePlan", "decode_attention", "decode_plan"]
 
-_SHARING: Final = "QqQiiQQQQQQQ"
-_DIVISION: Final = "iiiiiiqQQQQQQQ"
+_SHARING: Final = "QqQiiQQQQQQQQ"
+_DIVISION: Final = "iiiiiiiiiqQQQQQQQ"
 _PROBLEM: Final = "QqQqQqQQQQQQQQqQqqiiiif"
 _CHAIN: Final = "QQQQQQi"
 """The structs of the kernels, as `load_kernel` takes them."""
 
 _ROUNDS: Final = 3
 _RUN_BYTES: Final = 64
-_START_BYTES: Final = 80
-_SHARES_WORDS: Final = 4
+_START_BYTES: Final = 144
+_RESULT_BYTES: Final = 20
+_SHARES_WORDS: Final = 13
+_LEFT_WORDS: Final = 4
+_MOST_LEVELS: Final = 6
+_SMALLEST_SHARE: Final = 40
+"""Tiles of a share that it pays to divide the work for: each further share costs a merge, half a percent of
+the time of a batch that is just large enough for it (one H200)."""
 _SHARE_THREADS: Final = 256
 _DIVIDE_THREADS: Final = 1024
 _COMBINE_THREADS: Final = 128
@@ -101,10 +109,11 @@ class _Form:
     def shared_bytes(self, row_bytes: int) -> int:
         stage = self.tile * 2 * row_bytes
         if self.portable:
-            return self.stages * (stage + 32 * self.warps) + self.warps * _MMA_ROWS * 8 + 8
+            return self.stages * (stage + 32 * self.warps) + self.warps * _MMA_ROWS * 8
         stage += _MMA_ROWS * row_bytes
         about = 48 + 8 * (self.tile // 16)
-        return self.stages * (stage + about + 16) + _WARPS * _MMA_ROWS * 8 + 16
+        merging = _WARPS * (_MMA_ROWS * (2 * row_bytes + 8) + _RESULT_BYTES)
+        return self.stages * (stage + about + 16) + merging
 
 
 _FORMS: Final = {
@@ -112,7 +121,7 @@ _FORMS: Final = {
     80: _Form(64, 3, 2),
     96: _Form(64, 3, 2),
     128: _Form(64, 2, 2),
-    256: _Form(64, 3, 1),
+    256: _Form(64, 2, 1),
 }
 _FORM_OF_FEW: Final = {64: _Form(128, 3, 1), 128: _Form(64, 3, 1)}
 _FEW_SEQUENCES: Final = 16
@@ -143,7 +152,7 @@ class _Divided:
     """
 
     members: int
-    arrived: int
+    taken: int
     left: int
     shares: int
     runs: int
@@ -180,7 +189,7 @@ class DecodePlan:
         base = self._memory.data_ptr()
         step = 4 * _ROUNDS * seqs
         rounds = [base + step * i for i in range(5)]
-        return (*rounds, base + 5 * step, base + 5 * step + 4 * seqs)
+        return (*rounds, *(base + 5 * step + 4 * seqs * i for i in range(3)))
 
     def _sharing(self) -> tuple[int, ...]:
         return (
@@ -203,20 +212,22 @@ class DecodePlan:
         form = self._form
         ctas = multiprocessors(device) * form.ctas_per_sm
         heads = layout.num_kv_heads
-        rows = 2 * (_ROUNDS + 1) * seqs * heads * group + ctas * min(seqs * group, _MOST_SHARED_ROWS)
+        levels = 1 if form.portable else _MOST_LEVELS
+        shared_rows = max(min(seqs * group, _MOST_SHARED_ROWS), levels * min(seqs * group, _MMA_ROWS))
+        rows = 2 * (_ROUNDS + 1) * seqs * heads * group + ctas * shared_rows
         runs = (_ROUNDS + 1) * seqs + 2
-        shares = max(1, ctas // heads)
-        words = (_SHARES_WORDS, seqs + 1, runs, seqs, runs * heads)
-        sizes = (runs * _RUN_BYTES, shares * _START_BYTES, *(4 * count for count in words))
+        teams = max(1, ctas // heads)
+        words = (_SHARES_WORDS, seqs + 1, runs, _LEFT_WORDS * seqs, heads)
+        sizes = (runs * _RUN_BYTES, teams * levels * _START_BYTES, *(4 * count for count in words))
         ends = list(itertools.accumulate(-(-size // 16) * 16 for size in sizes))
         memory = torch.empty(ends[-1], dtype=torch.uint8, device=device)
         base = memory.data_ptr()
-        at_runs, at_starts, at_shares, at_first, at_members, at_left, at_arrived = (
+        at_runs, at_starts, at_shares, at_first, at_members, at_left, at_taken = (
             base + start for start in (0, *ends[:-1])
         )
         divided = _Divided(
             members=at_members,
-            arrived=at_arrived,
+            taken=at_taken,
             left=at_left,
             shares=at_shares,
             runs=at_runs,
@@ -233,16 +244,19 @@ class DecodePlan:
                 *self._sharing(),
                 group,
                 heads,
+                max(1, form.tile // layout.block_size),
                 form.warps * _MMA_ROWS,
                 _MMA_ROWS,
                 window,
-                shares,
+                teams,
+                levels,
+                _SMALLEST_SHARE,
                 rows,
                 at_first,
                 at_members,
                 at_shares,
                 at_left,
-                at_arrived,
+                at_taken,
                 at_runs,
                 at_starts,
             ),
@@ -281,7 +295,7 @@ def plan_on_gpu(
     seqs = expect_rows(block_table, seq_lens)
     device = block_table.device
     expect_rows_mapped(block_table, seq_lens, layout)
-    memory = torch.empty(seqs * (5 * _ROUNDS + 2), dtype=torch.int32, device=device)
+    memory = torch.empty(seqs * (5 * _ROUNDS + 3), dtype=torch.int32, device=device)
     form = _portable_form(layout, device) if portable else _form(layout, seqs)
     plan = DecodePlan(layout, block_table, seq_lens, memory, form)
     if seqs == 0:
@@ -376,7 +390,7 @@ def decode_attention(
         divided.runs,
         divided.starts,
         divided.members,
-        divided.arrived,
+        divided.taken,
         divided.partial_out.data_ptr(),
         divided.partial_sum.data_ptr(),
         out.data_ptr(),
@@ -393,8 +407,10 @@ def decode_attention(
     words = plan._words()
     chain = (divided.left, *words[:3], divided.first_run, plan.seq_lens.data_ptr(), seqs)
     stream = torch.cuda.current_stream(device).cuda_stream
+    slices = -(-group * layout.head_dim // 128)  # a warp's words, of four columns each
+    sms = multiprocessors(device)
     _attention_kernel("decode", _PROBLEM, layout, form, device).launch(
-        max(1, multiprocessors(device) * form.ctas_per_sm // heads) * heads,
+        max(heads, sms * form.ctas_per_sm),
         form.threads,
         problem,
         stream=stream,
@@ -403,7 +419,7 @@ def decode_attention(
     )
     divided.settled = True
     _attention_kernel("combine", f"{_PROBLEM} {_CHAIN}", layout, form, device).launch(
-        min(seqs * heads, multiprocessors(device) * _COMBINE_CTAS_PER_SM),
+        min(-(-32 * seqs * heads * slices // _COMBINE_THREADS), sms * _COMBINE_CTAS_PER_SM),
         _COMBINE_THREADS,
         (*problem, *chain),
         stream=stream,

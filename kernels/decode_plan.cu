@@ -15,6 +15,7 @@ typedef long long i64;
 #include "decode_plan.cuh"
 
 constexpr int NOBODY = -1;
+constexpr u64 TAG_FAR = 1;
 
 struct Sharing {
     const u64* table;
@@ -29,6 +30,7 @@ struct Sharing {
     int* piece;    // [ROUNDS][sequences]: which of the leader's runs ends there, or NOBODY if another follower tells
     int* followers;  // [sequences]
     int* ends;       // [sequences]: different columns at which followers leave
+    int* far;        // [sequences]: whether any of its blocks is far
 };
 
 // How far a sequence came before a round, and behind whom. False where it stopped looking.
@@ -58,8 +60,15 @@ extern "C" __global__ void __launch_bounds__(SHARE_THREADS) share(const __grid_c
         if (round == 0) s.followers[me] = s.ends[me] = 0;
     }
     __syncthreads();
-    if (!looking) return;
     const u64* mine = s.table + me * s.table_stride;
+    if (round == 0) {
+        int far = 0;
+        const int columns = (s.lengths[me] + s.block_tokens - 1) / s.block_tokens;
+        for (int c = threadIdx.x; c < columns; c += SHARE_THREADS) far |= mine[c] & TAG_FAR;
+        far = __syncthreads_or(far);
+        if (threadIdx.x == 0) s.far[me] = far;
+    }
+    if (!looking) return;
     const u64 word = mine[column];
     for (int from = 0; from < me; from += SHARE_THREADS) {
         const int other = from + threadIdx.x;
@@ -149,18 +158,21 @@ extern "C" __global__ void __launch_bounds__(SHARE_THREADS) place(const __grid_c
 struct Division {
     int group;        // query heads of a KV head
     int kv_heads;
+    int tile_columns; // of a tile, which is never divided among shares
     int warp_rows;    // rows that the warps of a CTA take at a time
     int few_rows;     // rows up to which they share the tokens instead
     int window;       // tokens that a query sees, 0 for all; nothing is shared then
-    int most_shares;
+    int most_teams;
+    int most_levels;
+    int smallest;     // units of work of a share that it pays to divide for
     i64 partial_rows; // room for partial results
     int* first_run;   // [sequences + 1]
     int* members;     // [(ROUNDS + 1) * sequences]
     Shares* shares;
-    int* left;        // [sequences]: those that `combine` has to see to
-    int* arrived;     // [(ROUNDS + 1) * sequences * kv_heads]: CTAs that are done with a run's KV head
+    Left* left;       // [sequences]: those that `combine` has to see to
+    int* taken;       // [kv_heads]: shares that were taken, beside those that teams begin with
     Run* runs;        // [(ROUNDS + 1) * sequences + 2]
-    Start* starts;    // [most_shares]
+    Start* starts;    // [most_teams * most_levels]
 };
 
 constexpr int DIVIDE_THREADS = 1024;
@@ -267,7 +279,7 @@ __device__ bool try_divide(const Sharing& s, const Division& d, bool shared, i64
             run.tokens = (last ? length : run.end * s.block_tokens) - run.begin * s.block_tokens;
             run.rows = run.count * d.group;
             run.weight = run.rows <= d.few_rows ? 1 : (run.rows + d.warp_rows - 1) / d.warp_rows;
-            run.size = size = (run.end - run.begin) * run.weight;
+            run.size = size = (run.end - run.begin + d.tile_columns - 1) / d.tile_columns * run.weight;
             run.alone = first + 1 == d.first_run[run.leader + 1] && (!shared || s.with[run.leader] == NOBODY);
             if (size > 0) atomicMax(&heaviest, run.weight);
         }
@@ -278,10 +290,14 @@ __device__ bool try_divide(const Sharing& s, const Division& d, bool shared, i64
     }
     runs_found = static_cast<int>(runs);
     const int total = static_cast<int>(position);
-    shares = {total, 0, shared, 0};
-    // A share is no less than one column. Partial results take room for each share that has a part of a run; fewer
+    shares.total = total;
+    shares.shared = shared;
+    // A share is no less than one tile. Partial results take room for each share that has a part of a run; fewer
     // shares take less.
-    for (shares.count = min(d.most_shares, total / heaviest); shares.count > 0; shares.count /= 2) {
+    int levels = d.most_levels;
+    shares.teams = min(d.most_teams, total / heaviest);
+    while (shares.teams > 0) {
+        shares.divide(max(d.smallest, heaviest), levels);
         i64 rows = 0;
         for (int from = 0; from < runs; from += DIVIDE_THREADS) {
             const int i = from + me;
@@ -294,6 +310,8 @@ __device__ bool try_divide(const Sharing& s, const Division& d, bool shared, i64
             rows += all;
         }
         if (rows <= d.partial_rows) return true;
+        if (shares.levels == 1) shares.teams /= 2;
+        levels = 1;
     }
     return total == 0;
 }
@@ -303,7 +321,7 @@ divide(const __grid_constant__ Sharing s, const __grid_constant__ Division d) {
     __shared__ i64 scratch[32];
     const int me = threadIdx.x;
     int runs;
-    Shares shares;
+    Shares shares{};
     // Very many sequences that leave one prefix at very many places: the partial results would not fit.
     if (!try_divide(s, d, d.window == 0, scratch, runs, shares)) {
         __syncthreads();
@@ -311,13 +329,23 @@ divide(const __grid_constant__ Sharing s, const __grid_constant__ Division d) {
     }
     __shared__ int left;
     if (me == 0) left = 0;
-    __syncthreads();
-    // Whoever has one run is finished by the CTAs that work on it.
+    int far = 0;
+    for (int q = me; q < s.sequences; q += DIVIDE_THREADS) far |= s.far[q];
+    shares.free = __syncthreads_or(far) && shares.levels > 1;
+    // Whoever has one run, and that in one share, is finished by the CTAs that work on it.
     for (int q = me; q < s.sequences; q += DIVIDE_THREADS) {
-        const int run = d.first_run[q];
-        if (run == d.first_run[q + 1] || !d.runs[run].alone) d.left[atomicAdd(&left, 1)] = q;
+        const int first = d.first_run[q];
+        const bool empty = first == d.first_run[q + 1];
+        if (!empty && d.runs[first].alone) {
+            Run& run = d.runs[first];
+            const int parts = shares.parts(run);
+            run.alone = parts == 1;
+            if (parts > 1) d.left[atomicAdd(&left, 1)] = {q, parts, run.rows_at, run.rows};
+        } else {
+            d.left[atomicAdd(&left, 1)] = {q, 0, 0, 0};
+        }
     }
-    for (int i = me; i < runs * d.kv_heads; i += DIVIDE_THREADS) d.arrived[i] = 0;
+    for (int i = me; i < d.kv_heads; i += DIVIDE_THREADS) d.taken[i] = 0;
     __syncthreads();
     if (me == 0) {
         shares.left = left;
@@ -326,7 +354,8 @@ divide(const __grid_constant__ Sharing s, const __grid_constant__ Division d) {
         d.runs[runs].position = d.runs[runs + 1].position = shares.total;
         d.runs[runs].size = d.runs[runs + 1].size = 1;
     }
-    for (int share = me; share < shares.count; share += DIVIDE_THREADS) {
+    __syncthreads();
+    for (int share = me; share < shares.count(); share += DIVIDE_THREADS) {
         const int unit = shares.first_unit(share);
         int low = 0, high = runs - 1;  // the last run that begins at or before `unit`; it has a size
         while (low < high) {
@@ -338,8 +367,9 @@ divide(const __grid_constant__ Sharing s, const __grid_constant__ Division d) {
         }
         Start& start = d.starts[share];
         start.run = d.runs[low];
+        start.next = d.runs[low + 1];
         start.index = low;
-        start.column = first_column(start.run.position, start.run.weight, unit);
+        start.column = first_column(start.run.position, start.run.weight, unit, d.tile_columns);
         start.stop = shares.first_unit(share + 1);
     }
 }

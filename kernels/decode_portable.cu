@@ -57,7 +57,8 @@ __device__ __forceinline__ void wait_for_copies() {
 
 // Where a share of the work ends in a run, in tokens from the run's first column on; whole blocks.
 __device__ __forceinline__ int end_of_part(const Problem& p, const Run& run, int stop) {
-    return min(run.end - run.begin, first_column(run.position, run.weight, stop)) * p.block_tokens;
+    const int tile_columns = max(1, TILE / p.block_tokens);
+    return min(run.end - run.begin, first_column(run.position, run.weight, stop, tile_columns)) * p.block_tokens;
 }
 
 // Copies one warp's tokens of tile after tile, one run after the other. Of what it knows little stays in registers:
@@ -145,10 +146,8 @@ __device__ __forceinline__ Result result_of(const Problem& p, int run, int share
     return {of.rows,
             of.members,
             head,
-            of.rows_at + head * parts * of.rows,
-            share - shares.owner(of.position),
-            of.alone ? parts : 0,
-            run * p.kv_heads + head};
+            of.rows_at + (head * parts + share - shares.owner(of.position)) * of.rows,
+            of.alone};
 }
 
 // The lanes of a warp, or all warps of the CTA, wait for each other.
@@ -214,7 +213,7 @@ __device__ __forceinline__ void attend_run(const Problem& p, Shared& shared, Loa
                 if (begins)
                     acc.clear();
                 else
-                    resume_rows(p, acc, result_of(p, run, share, head).first_row() + row, rows - row, lane);
+                    resume_rows(p, acc, result_of(p, run, share, head).first_row + row, rows - row, lane);
             }
 #pragma unroll 1
             for (held = 0;;) {
@@ -243,7 +242,7 @@ __device__ __forceinline__ void attend_run(const Problem& p, Shared& shared, Loa
                 if (ends || (passes > 1 && held == STAGES)) break;
             }
             if (many && active && (passes > 1 || ends))
-                keep_rows(p, acc, result_of(p, run, share, head).first_row() + row, rows - row, lane);
+                keep_rows(p, acc, result_of(p, run, share, head).first_row + row, rows - row, lane);
             __syncwarp();
         }
         turn += held;
@@ -251,7 +250,9 @@ __device__ __forceinline__ void attend_run(const Problem& p, Shared& shared, Loa
     }
     if (!many) {
         const int stage = (turn - 1) % STAGES;
-        merge_warps(p, shared.stage[stage], shared.merging, result_of(p, run, share, head), acc, warp, lane);
+        float* memory = reinterpret_cast<float*>(shared.stage[stage]);
+        merge_warps(p, memory, shared.merging, result_of(p, run, share, head), acc, warp, lane);
+        consumers_sync();
         loader.load(p, shared, stage, head, warp, lane);
     }
 }
@@ -262,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) decode(const __grid_con
     // The same in all lanes, which the compiler sees by the shuffles, and spares registers.
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     const int share = __shfl_sync(~0u, blockIdx.x / p.kv_heads, 0), head = blockIdx.x % p.kv_heads;
-    if (share >= p.shares->count) return;
+    if (share >= p.shares->count()) return;
     const Offsets offsets(lane);
     Loader loader(p, share, warp);
     int turn = 0;
@@ -277,5 +278,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) decode(const __grid_con
 
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 combine(const __grid_constant__ Problem p, const __grid_constant__ Chain chain) {
-    combine_sequences(p, chain);
+    combine_sequences(p, chain, [] {});
 }

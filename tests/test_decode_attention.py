@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ from kvpager.tiers.errors import KernelError
 
 pytestmark = pytest.mark.gpu
 
+# Of the module, which the function of the same name hides.
+_MODULE = importlib.import_module("kvpager.kernels.decode_attention")
 _SEEDS = 240
 _TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2}
 
@@ -57,9 +60,17 @@ def _installed(case: Case) -> None:
             assert torch.equal(case.place(word), case.stored[block])
 
 
+@pytest.fixture(params=["large shares", "small shares"])
+def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work divided as usual, and so finely that small cases have shares of many sizes."""
+    if request.param == "small shares":
+        monkeypatch.setattr(_MODULE, "_SMALLEST_SHARE", 1)
+
+
 @pytest.mark.parametrize("seed", range(_SEEDS))
-def test_random_batches_agree_with_float64(seed: int) -> None:
+def test_random_batches_agree_with_float64(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = random.Random(seed)
+    monkeypatch.setattr(_MODULE, "_SMALLEST_SHARE", choose.choice([1, 3, _MODULE._SMALLEST_SHARE]))
     head_dim = choose.choice([64, 128, 128, 256, 80, 96])
     layout = KVLayout(
         1,
@@ -90,12 +101,14 @@ def test_random_batches_agree_with_float64(seed: int) -> None:
     _installed(case)
 
 
+@pytest.mark.usefixtures("shares")
 def test_a_long_sequence_beside_short_ones() -> None:
     layout = KVLayout(1, 2, 128)
     case = make_case(layout, [200_000, 1, 17, 4096], torch.device("cuda"), seed=3, far_share=0.01)
     _check(case, _query(case, 8, 3))
 
 
+@pytest.mark.usefixtures("shares")
 def test_many_sequences_on_one_prefix() -> None:
     layout = KVLayout(1, 2, 128)
     lengths = [2048 + 16 + i % 30 for i in range(300)]
@@ -103,6 +116,7 @@ def test_many_sequences_on_one_prefix() -> None:
     _check(case, _query(case, 4, 4))
 
 
+@pytest.mark.usefixtures("shares")
 def test_followers_that_leave_a_prefix_everywhere() -> None:
     layout = KVLayout(1, 1, 64)
     lengths = [16 * (200 - i) + 5 for i in range(150)]
@@ -114,6 +128,7 @@ def _bits(out: torch.Tensor) -> torch.Tensor:
     return out.view(torch.int16)
 
 
+@pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize("shared", [0.0, 0.9])
 def test_the_same_batch_gives_the_same_bits_from_any_memory_and_with_install(shared: float) -> None:
     layout = KVLayout(1, 8, 128)
@@ -135,6 +150,7 @@ def test_the_same_batch_gives_the_same_bits_from_any_memory_and_with_install(sha
         assert torch.equal(_bits(results[0]), _bits(other))
 
 
+@pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize("shared", [0.0, 0.9])
 def test_a_thousand_repeats_give_the_same_bits(shared: float) -> None:
     layout = KVLayout(1, 8, 128)
@@ -150,6 +166,7 @@ def test_a_thousand_repeats_give_the_same_bits(shared: float) -> None:
     assert int(moved) == 0
 
 
+@pytest.mark.usefixtures("shares")
 def test_a_captured_graph_follows_new_words_and_lengths() -> None:
     layout = KVLayout(1, 8, 128)
     device = torch.device("cuda")
