@@ -81,6 +81,7 @@ class Connection(asyncio.BufferedProtocol):
         threads: where jobs run.
         limits: what it may have under way.
         closed: is called once when the connection is over.
+        remote: whether it came over TCP.
     """
 
     def __init__(
@@ -90,7 +91,10 @@ class Connection(asyncio.BufferedProtocol):
         threads: Threads,
         limits: Limits,
         closed: Callable[[Connection], None],
+        *,
+        remote: bool = False,
     ) -> None:
+        self.remote = remote
         self.lost_events = 0
         self._loop = asyncio.get_running_loop()
         self._service = service
@@ -157,7 +161,8 @@ class Connection(asyncio.BufferedProtocol):
         self._ending = self._over = True
         self._frames.clear()
         for queue in self._queued.values():
-            queue.clear()
+            while queue:
+                self._instead(queue.popleft().job)
         self._closed(self)
 
     # What others call
@@ -319,7 +324,15 @@ class Connection(asyncio.BufferedProtocol):
         except RuntimeError:  # the loop is closed: the sidecar has ended, and nobody is left to reply to
             _undo(started.job, future)
 
+    def _instead(self, job: Job) -> None:
+        """A job is never begun: what it was to end is ended all the same."""
+        if job.instead is not None:
+            with suppress(RuntimeError):  # the threads are gone: the store is about to close
+                self._threads.working.submit(_quietly, job.instead)
+
     def _finish_job(self, started: _Started, future: Future[Any]) -> None:
+        if future.cancelled():
+            self._instead(started.job)
         self._running[started.job.waits] -= 1
         self._under_way.discard(started.id)
         self._bytes_under_way -= started.cost
@@ -339,6 +352,15 @@ def _result(future: Future[Any]) -> Any:
     if future.cancelled():
         raise ServiceUnavailableError("the sidecar is being stopped")
     return future.result()
+
+
+def _quietly(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except ClosedError:
+        pass  # it ended with the store
+    except KVPagerError:
+        _log.exception("what a lost connection had asked for could not be ended")
 
 
 def _undo(job: Job, future: Future[Any]) -> None:
