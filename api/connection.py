@@ -31,7 +31,6 @@ _TURN_SECONDS: Final = 0.002
 _LAST_WORD_SECONDS: Final = 2.0
 """How long a connection that is being ended may take to read why."""
 _SMALL_READ: Final = 16 << 10
-_LARGE_READ: Final = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,6 @@ class Connection(asyncio.BufferedProtocol):
         self._closed = closed
         self._reader = FrameReader(service.max_frame)
         self._small = memoryview(bytearray(_SMALL_READ))
-        self._buffer = self._small
         self._frames: deque[Frame] = deque()
         """Read, and not begun yet."""
         self._under_way: set[int] = set()
@@ -129,17 +127,17 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        # Large reads only in the middle of a large frame: small frames are decoded a few at a time.
-        self._buffer = (
-            memoryview(bytearray(_LARGE_READ)) if self._reader.held > 2 * _SMALL_READ else self._small
-        )
-        return self._buffer
+        # Small frames are decoded a few at a time; the bytes of a long one go where they stay.
+        return self._reader.room or self._small
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._ending:
             return
         try:
-            self._frames.extend(self._reader.feed(self._buffer[:nbytes]))
+            if self._reader.room is not None:
+                self._frames.extend(self._reader.fill(nbytes))
+            else:
+                self._frames.extend(self._reader.feed(self._small[:nbytes]))
         except ProtocolError as error:
             self._refuse(0, error)
             return
