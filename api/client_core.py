@@ -22,7 +22,6 @@ from ..kvstore.events import BlockEvent, EventKind
 from ..kvstore.hashing import space_id
 from ..kvstore.stats import Counters
 from ..tiers.errors import (
-    AccessDeniedError,
     ConfigError,
     KVPagerError,
     LayoutError,
@@ -131,6 +130,7 @@ class ClientCore:
         self._output_bytes = 0
         self._tls: TLSStream | None = None
         self._nothing_came = True
+        self._greeted = False
         self._spaces: dict[tuple[bytes, str], ClientSpace] = {}
         self._opening = 0
         self._subscribed = False
@@ -153,6 +153,7 @@ class ClientCore:
         self._opening = 0
         self._tls = tls
         self._nothing_came = True
+        self._greeted = False
         if tls is not None:
             tls.start()
         self._out = _Outage(ServiceUnavailableError("the sidecar does not greet"), self._out.told)
@@ -181,6 +182,7 @@ class ClientCore:
         Raises:
             ProtocolError: this is no sidecar, or one of another version: the connection is of no use.
             AccessDeniedError: the sidecar does not let this client in.
+            ServiceUnavailableError: it does not now: it has too many, or is being stopped.
             TLSError: its certificate is not trusted, or only one side speaks TLS.
         """
         self._heard += 1
@@ -417,6 +419,8 @@ class ClientCore:
             return
         if isinstance(frame, Request):
             raise ProtocolError("the sidecar sent a request")
+        if isinstance(frame, Failure) and frame.id == 0:
+            raise frame.error  # it is about no request: the sidecar ends the connection
         call = self._calls.pop(frame.id, None)
         if call is None:
             raise ProtocolError(f"a reply to no request, {frame.id}")
@@ -443,7 +447,7 @@ class ClientCore:
         call.fail(error)
         if call.ask.refused is not None:
             call.ask.refused(error)
-        if isinstance(error, ProtocolError | AccessDeniedError):
+        if not self._greeted or isinstance(error, ProtocolError):
             raise error
 
     def _back(self) -> None:
@@ -479,6 +483,7 @@ class ClientCore:
         if welcome.version != VERSION:
             raise ProtocolError(f"the sidecar speaks version {welcome.version}, this client {VERSION}")
         before, arena = self.arena, self._arena_of(welcome, fds)
+        self._greeted = True
         again, self.boot_id = self.boot_id, welcome.boot_id
         self.counters.connects += 1
         self.counters.restarts += again not in (None, welcome.boot_id)

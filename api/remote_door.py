@@ -174,6 +174,8 @@ class RemoteDoor:
         try:
             async with asyncio.timeout(self._seconds):
                 keep_alive(connected)
+                if self._access.tls is not None and not await self._begins_tls(connected):
+                    raise TLSError("this port speaks TLS: kvpagers://")
                 transport = await self._transport(connected, greeting)
                 frame = await greeting.frame
             number = 0 if isinstance(frame, Notice) else frame.id
@@ -193,17 +195,28 @@ class RemoteDoor:
             self._turn_away(connected, transport)
         except KVPagerError as error:
             self._tell(error)
-            if transport is not None:
+            if transport is None:
                 with suppress(OSError):
-                    transport.write(encode(Failure(number, error)))
+                    connected.send(encode(Failure(number, error)))
+                self._turn_away(connected, transport)
+            else:
+                transport.write(encode(Failure(number, error)))
                 transport.close()
                 self._loop.call_later(_SHUTDOWN_SECONDS, transport.abort)
                 self._refused()
-            else:
-                self._turn_away(connected, transport)
         except BaseException:
             self._turn_away(connected, transport)
             raise
+
+    async def _begins_tls(self, connected: socket.socket) -> bool:
+        """Whether what comes first, and stays to be read, is TLS."""
+        came = asyncio.Event()
+        self._loop.add_reader(connected.fileno(), came.set)
+        try:
+            await came.wait()
+        finally:
+            self._loop.remove_reader(connected.fileno())
+        return _TLS_HANDSHAKE.startswith(connected.recv(len(_TLS_HANDSHAKE), socket.MSG_PEEK))
 
     async def _transport(self, connected: socket.socket, greeting: _Greeting) -> asyncio.Transport:
         if self._access.tls is None:

@@ -178,7 +178,7 @@ class FrameReader:
                 if len(self._held) < stop:
                     if length >= _LONG:
                         came = memoryview(self._held)[start + _LENGTH.size :]
-                        self._long, self._filled = memoryview(np.empty(length, dtype=np.uint8)), len(came)
+                        self._long, self._filled = np.empty(length, dtype=np.uint8).data, len(came)
                         self._long[: len(came)] = came
                         came.release()
                         start = len(self._held)

@@ -88,7 +88,7 @@ def open_space(layout: KVLayout = LAYOUT, shard: str = "", tenant: str = "") -> 
 class RawClient:
     """A blocking connection; `descriptor` is the arena's.
 
-    `where` is a Unix socket's path or a port of this machine, where `token` is said, over `tls` if it is given.
+    `where` is a Unix socket's path, or a port of this machine; `token` and `tls` are for the latter.
     """
 
     def __init__(
@@ -212,13 +212,6 @@ class Running:
             self._stop()
             raise
         return self
-
-    @property
-    def port(self) -> int:
-        """The TCP port, of a sidecar that has one."""
-        port = self.sidecar.port
-        assert port is not None
-        return port
 
     @property
     def port(self) -> int:
