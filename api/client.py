@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -156,6 +157,7 @@ class Connection:
         self._subscriptions = Subscriptions(self._events, self._listen)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
+        self._sending = threading.Lock()
         self._spaces: dict[ClientSpace, RemoteSpace] = {}
         """Made with `_opening` held."""
         self._socket: socket.socket | None = None
@@ -408,7 +410,9 @@ class Connection:
             asks = next(steps)
             while True:
                 try:
-                    results = self.ask_all(asks)
+                    # What waits to be sent is bounded: see `ClientCore.overflowing`.
+                    with self._sending if any(ask.sends for ask in asks) else nullcontext():
+                        results = self.ask_all(asks)
                 except BaseException as error:  # noqa: BLE001  the operation ends with it
                     asks = steps.throw(error)
                 else:

@@ -107,6 +107,7 @@ class AsyncConnection:
         self._events = EventStream()
         self._subscriptions = Subscriptions(self._events, self._listen)
         self._opening = asyncio.Lock()
+        self._sending = asyncio.Lock()
         self._spaces: dict[ClientSpace, AsyncSpace] = {}
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
@@ -264,6 +265,10 @@ class AsyncConnection:
         self.write()
 
     async def _ask_all(self, asks: Sequence[Ask[Any]]) -> list[Any]:
+        if any(ask.sends for ask in asks):
+            # What waits to be sent is bounded: see `ClientCore.overflowing`.
+            async with self._sending:
+                return await asyncio.gather(*map(self.ask, asks))
         if len(asks) == 1:
             return [await self.ask(asks[0])]
         return await asyncio.gather(*map(self.ask, asks))

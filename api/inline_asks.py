@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kvstore.handles import Reservation, ReserveStatus
+from ..kvstore.hashing import HASH_BYTES
 from ..tiers.errors import ProtocolError
 from .client_calls import Ask, expect
 from .client_core import FRAME_ROOM, ClientCore
@@ -31,8 +32,8 @@ Steps: TypeAlias = Generator[Sequence[Ask[Any]], Sequence[Any], _T]
 
 _BATCH_BYTES: Final = 4 << 20
 """Of blocks in one frame: small enough that others of the connection come between."""
-_UNDER_WAY: Final = 4
-"""Frames of blocks at a time: one is copied while another is on the wire."""
+_WINDOW_BYTES: Final = 16 << 20
+"""Of blocks in all frames that an operation has under way: one is copied while another is on the wire."""
 _BYTES_PER_SECOND: Final = 8 << 20
 """What a network is taken to carry at least: blocks may take so much longer than other requests."""
 _DENIED: Final = int(ReserveStatus.DENIED)
@@ -79,7 +80,8 @@ class InlineAsks:
         """Copy the leading resident blocks to the first rows of `out`; how many those are."""
         done = 0
         for batches in self._windows(len(names)):
-            got = yield [self._get(tuple(names[start:stop])) for start, stop in batches]
+            seconds = self._seconds(batches)
+            got = yield [self._get(tuple(names[start:stop]), seconds) for start, stop in batches]
             for (start, stop), data in zip(batches, got, strict=True):
                 rows = np.frombuffer(data, dtype=np.uint8).reshape(-1, self._size)
                 out[done : done + len(rows)] = rows
@@ -123,9 +125,10 @@ class InlineAsks:
         try:
             for batches in self._windows(len(names)):
                 asks = []
+                seconds = self._seconds(batches)
                 for first, stop in batches:
                     part = Handles(handles.slots[first:stop], handles.generations[first:stop])
-                    asks.append(self._put(tuple(names[first:stop]), blocks, rows[first:stop], part))
+                    asks.append(self._put(tuple(names[first:stop]), blocks, rows[first:stop], part, seconds))
                 kept += sum((yield asks))
         finally:
             self._give_up(handles)
@@ -166,16 +169,17 @@ class InlineAsks:
     def _windows(self, count: int) -> Iterator[list[tuple[int, int]]]:
         """Of so many blocks, the batches (first, end) that travel at a time."""
         most = min(_BATCH_BYTES, self._core.max_frame - FRAME_ROOM)
-        size = max(1, most // (self._size + len(self._space.id)))
+        size = max(1, most // (self._size + HASH_BYTES))
         batches = [(first, min(first + size, count)) for first in range(0, count, size)]
-        for first in range(0, len(batches), _UNDER_WAY):
-            yield batches[first : first + _UNDER_WAY]
+        at_a_time = max(1, _WINDOW_BYTES // (size * self._size))
+        for first in range(0, len(batches), at_a_time):
+            yield batches[first : first + at_a_time]
 
-    def _seconds(self, blocks: int) -> float:
-        """How much longer a batch may take than other requests, which it shares the wire with."""
-        return _UNDER_WAY * blocks * self._size / _BYTES_PER_SECOND
+    def _seconds(self, batches: list[tuple[int, int]]) -> float:
+        """How much longer these, which share the wire, may take than other requests."""
+        return (batches[-1][1] - batches[0][0]) * self._size / _BYTES_PER_SECOND
 
-    def _get(self, names: tuple[bytes, ...]) -> Ask[bytes]:
+    def _get(self, names: tuple[bytes, ...], seconds: float) -> Ask[bytes]:
         def convert(reply: Message) -> bytes:
             data = expect(reply, Blocks).data
             if len(data) % self._size or len(data) > self._size * len(names):
@@ -187,7 +191,7 @@ class InlineAsks:
             lambda number: Get(number, names),
             convert,
             lambda: b"",
-            self._seconds(len(names)),
+            seconds,
         )
 
     def _put(
@@ -196,6 +200,7 @@ class InlineAsks:
         blocks: npt.NDArray[np.uint8],
         rows: npt.NDArray[np.int64],
         handles: Handles,
+        seconds: float,
     ) -> Ask[int]:
         def message(number: int) -> Message:
             first, last = int(rows[0]), int(rows[-1])
@@ -209,4 +214,11 @@ class InlineAsks:
             self._space.held.end_writing(handles)
             return count
 
-        return Ask(self._space, message, convert, lambda: 0, self._seconds(len(names)))
+        return Ask(
+            self._space,
+            message,
+            convert,
+            lambda: 0,
+            seconds,
+            sends=len(names) * self._size,
+        )

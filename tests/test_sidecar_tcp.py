@@ -797,8 +797,7 @@ def test_after_a_connection_broke_leases_are_taken_again_and_reservations_are_lo
             connected = client._socket
             assert connected is not None
             connected.shutdown(socket.SHUT_RDWR)
-            assert settled(running, 0, 0)
-            assert running.host.space(LAYOUT).evict(10) == 10
+            await_true(lambda: running.host.space(LAYOUT).evict(10) == 10)
         await_true(lambda: client.counters.connects == 3 and client.ready)
         assert [len(one.leased) for one in client.lost] == [10]
         assert (lease.blocks[9] == kv[9]).all()
