@@ -553,12 +553,15 @@ class Connection:
 
     def _read(self, connected: socket.socket, fds: list[int]) -> None:
         try:
-            data = read_socket(connected, fds)
+            came = read_socket(connected, self.core.room, fds)
         except BlockingIOError:
             return
         with self._changed:
             was_ready = self.core.ready
-            self.core.received(data, fds)
+            if isinstance(came, int):
+                self.core.filled(came)
+            else:
+                self.core.received(came, fds)
             events, losses = self.core.take_events(), self.core.take_losses()
             while fds and self.core.ready:
                 os.close(fds.pop())

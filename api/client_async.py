@@ -373,7 +373,11 @@ class AsyncConnection:
 
     def _read(self, connected: socket.socket, fds: list[int], backoff: Backoff) -> None:
         try:
-            self.core.received(read_socket(connected, fds), fds)
+            came = read_socket(connected, self.core.room, fds)
+            if isinstance(came, int):
+                self.core.filled(came)
+            else:
+                self.core.received(came, fds)
         except BlockingIOError:
             return
         except OSError as error:

@@ -49,7 +49,7 @@ from .messages import (
     Welcome,
 )
 from .tls_stream import TLSStream
-from .wire import MAGIC, MAX_FRAME, VERSION, Failure, Frame, FrameReader, Notice, Reply, Request, encode
+from .wire import MAGIC, MAX_FRAME, VERSION, Failure, Frame, FrameReader, Notice, Reply, Request, encode_parts
 
 __all__ = ["FRAME_ROOM", "GROUP_BYTES", "ClientCore", "ClientCounters"]
 
@@ -124,7 +124,7 @@ class ClientCore:
         self._calls: dict[int, Call[Any]] = {}
         self._reader = FrameReader()
         self._output: deque[bytes] = deque()
-        """Frames."""
+        """Frames, in parts."""
         self._wire: deque[bytes | memoryview] = deque()
         """What the socket did not take yet."""
         self._output_bytes = 0
@@ -196,6 +196,18 @@ class ClientCore:
             self._frame(frame, fds)
 
     @property
+    def room(self) -> memoryview | None:
+        """In the midst of a long frame, where its next bytes may be put before `filled`; else None."""
+        return self._reader.room if self._tls is None else None
+
+    def filled(self, count: int) -> None:
+        """So many bytes came, and were put into `room`. Raises as `received`."""
+        self._heard += 1
+        self.stalled = False
+        for frame in self._reader.fill(count):
+            self._frame(frame, ())
+
+    @property
     def unavailable(self) -> KVPagerError:
         """Why there was no answer lately."""
         return self._out.reason or ServiceUnavailableError("the sidecar does not answer")
@@ -239,7 +251,7 @@ class ClientCore:
 
     # Asking
 
-    def frame_of(self, ask: Ask[Any]) -> tuple[int, int, bytes] | None:
+    def frame_of(self, ask: Ask[Any]) -> tuple[int, int, list[bytes]] | None:
         """Epoch, id and bytes of a request; None where it cannot be asked now. Needs no lock.
 
         Raises:
@@ -250,10 +262,10 @@ class ClientCore:
         if number is None or not self.ready or (self.stalled and not ask.insists):
             return None
         request = next(self._ids)
-        return epoch, request, encode(Request(request, ask.message(number)), max_frame=self.max_frame)
+        return epoch, request, encode_parts(Request(request, ask.message(number)), max_frame=self.max_frame)
 
     def start(
-        self, ask: Ask[_T], frame: tuple[int, int, bytes] | None, notify: Callable[[], object] | None
+        self, ask: Ask[_T], frame: tuple[int, int, list[bytes]] | None, notify: Callable[[], object] | None
     ) -> Call[_T]:
         """Send a request of `frame_of`; it is done at once where it cannot be sent."""
         call = Call(ask, notify)
@@ -612,11 +624,11 @@ class ClientCore:
     def _send_call(self, ask: Ask[Any], space: int = 0) -> None:
         request = next(self._ids)
         self._calls[request] = Call(ask, None)
-        self._write(encode(Request(request, ask.message(space)), max_frame=self.max_frame))
+        self._write(encode_parts(Request(request, ask.message(space)), max_frame=self.max_frame))
 
-    def _write(self, data: bytes) -> None:
-        self._output.append(data)
-        self._output_bytes += len(data)
+    def _write(self, parts: list[bytes]) -> None:
+        self._output.extend(parts)
+        self._output_bytes += sum(map(len, parts))
 
     def _fill_wire(self) -> None:
         """Bytes for the socket, of a frame or of the handshake."""

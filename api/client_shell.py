@@ -65,13 +65,24 @@ class Backoff:
         return seconds * random.uniform(0.5, 1.0)
 
 
-def read_socket(connected: socket.socket, fds: list[int]) -> bytes:
+def read_socket(connected: socket.socket, room: memoryview | None, fds: list[int]) -> bytes | int:
     """What there is to read of a socket; descriptors that came with it are added to `fds`.
+
+    Args:
+        room: where to put it, if it is in the midst of a long frame.
+
+    Returns:
+        the bytes, or how many were put into `room`.
 
     Raises:
         OSError: as of `recv`; BlockingIOError where there is nothing.
         ServiceUnavailableError: the other side closed it.
     """
+    if room is not None:
+        count = connected.recv_into(room)
+        if not count:
+            raise ServiceUnavailableError("the sidecar closed the connection")
+        return count
     size = array.array("i").itemsize
     data, ancillary, _, _ = connected.recvmsg(
         _READ_BYTES, socket.CMSG_SPACE(_MOST_FDS * size), socket.MSG_CMSG_CLOEXEC

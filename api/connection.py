@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 from ..tiers.errors import ClosedError, KVPagerError, ProtocolError, ServiceUnavailableError
 from .answers import Answers, Job, Service, request_bytes
 from .messages import Message
-from .wire import Failure, Frame, FrameReader, Reply, Request, encode
+from .wire import Failure, Frame, FrameReader, Reply, Request, encode_parts
 
 __all__ = ["Connection", "Limits", "Threads"]
 
@@ -217,8 +217,8 @@ class Connection(asyncio.BufferedProtocol):
         while self._frames and not self._ending and self._may_begin(self._frames[0]):
             reply = self._begin(self._frames.popleft())
             if reply is not None:
-                replies.append(reply)
-                size += len(reply)
+                replies += reply
+                size += sum(map(len, reply))
             if size > self._limits.unread_bytes or self._loop.time() > until:
                 if self._frames:
                     self._turn_due = True
@@ -241,7 +241,7 @@ class Connection(asyncio.BufferedProtocol):
             return 0
         return request_bytes(frame.message) + self._answers.reply_bytes(frame.message)
 
-    def _begin(self, frame: Frame) -> bytes | None:
+    def _begin(self, frame: Frame) -> list[bytes] | None:
         """Answer a request, or have it worked on."""
         if not isinstance(frame, Request) or not self._answers.understands(frame.message):
             number = frame.id if isinstance(frame, Request) else 0
@@ -262,8 +262,8 @@ class Connection(asyncio.BufferedProtocol):
         self._start_jobs(done.waits)
         return None
 
-    def _attempt(self, number: int, work: Callable[[], Message | Job]) -> bytes | Job:
-        """What `work` comes to: a job, or the bytes of the reply or failure."""
+    def _attempt(self, number: int, work: Callable[[], Message | Job]) -> list[bytes] | Job:
+        """What `work` comes to: a job, or the bytes of the reply or failure, in parts."""
         try:
             done = work()
             return done if isinstance(done, Job) else self._encoded(Reply(number, done))
@@ -273,17 +273,17 @@ class Connection(asyncio.BufferedProtocol):
             _log.exception("request %d failed by a fault of the sidecar", number)
             return self._failed(number, KVPagerError("a fault of the sidecar, which its log tells of"))
 
-    def _encoded(self, frame: Frame) -> bytes:
-        return encode(frame, max_frame=self._service.max_frame)
+    def _encoded(self, frame: Frame) -> list[bytes]:
+        return encode_parts(frame, max_frame=self._service.max_frame)
 
-    def _failed(self, number: int, error: KVPagerError) -> bytes:
+    def _failed(self, number: int, error: KVPagerError) -> list[bytes]:
         self._service.counters.failures += 1
         return self._encoded(Failure(number, error))
 
     def _refuse(self, number: int, error: ProtocolError) -> None:
         """Say what is wrong with what came, and end the connection: nothing after it can be trusted."""
         self._service.counters.protocol_errors += 1
-        self._transport.write(self._encoded(Failure(number, error)))
+        self._transport.write(b"".join(self._encoded(Failure(number, error))))
         self.finish()
 
     def _steer(self) -> None:
@@ -340,7 +340,8 @@ class Connection(asyncio.BufferedProtocol):
         reply = self._attempt(started.id, lambda: started.job.finish(_result(future)))
         if isinstance(reply, Job):
             raise TypeError("a job ends in a reply")
-        self._transport.write(reply)
+        for part in reply:
+            self._transport.write(part)
         self._start_jobs(started.job.waits)
         if not self._turn_due:
             self._take_turn()

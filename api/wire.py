@@ -33,6 +33,7 @@ __all__ = [
     "Reply",
     "Request",
     "encode",
+    "encode_parts",
 ]
 
 MAGIC: Final = "kvpager"
@@ -91,6 +92,11 @@ def encode(frame: Frame, *, max_frame: int = MAX_FRAME) -> bytes:
     Raises:
         ProtocolError: it is longer than `max_frame`.
     """
+    return b"".join(encode_parts(frame, max_frame=max_frame))
+
+
+def encode_parts(frame: Frame, *, max_frame: int = MAX_FRAME) -> list[bytes]:
+    """The bytes of a frame, one after the other: long byte strings are not copied. Raises as `encode`."""
     body: tuple[int, int, int | str, list[Any]]
     if isinstance(frame, Failure):
         body = (_FAILURE, frame.id, *_named(frame.error))
@@ -103,7 +109,16 @@ def encode(frame: Frame, *, max_frame: int = MAX_FRAME) -> bytes:
     length = sum(map(len, parts))
     if length > max_frame:
         raise ProtocolError(f"a frame of {length} bytes is longer than the {max_frame} that are taken")
-    return b"".join((_LENGTH.pack(length), *parts))
+    # What is short goes together, in one write.
+    together: list[bytes] = []
+    short = [_LENGTH.pack(length)]
+    for part in parts:
+        if len(part) < _LONG:
+            short.append(part)
+        else:
+            together += [b"".join(short), part]
+            short = []
+    return [*together, b"".join(short)] if short else together
 
 
 def _packed(body: tuple[int, int, int | str, list[Any]]) -> list[bytes]:

@@ -786,7 +786,7 @@ def test_after_a_connection_broke_leases_are_taken_again_and_reservations_are_lo
         assert settled(running, 10, 0)
         (told,) = client.lost
         assert (len(told.leased), len(told.reserved)) == (0, 2)
-        assert len(lost) == 1
+        await_true(lambda: len(lost) == 1)
         reservation.commit()  # in vain
         assert len(space.match(names(20, 2))) == 0
         lease.release()
