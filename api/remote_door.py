@@ -158,6 +158,7 @@ class RemoteDoor:
                 self._loop.call_later(_ACCEPT_PAUSE, partial(self._accept_on, listening))
             return
         if len(self._greetings) >= self._access.max_clients:
+            self._tell("crowd", f"{self._access.max_clients} others have not said the token yet")
             self._refused()
             connected.close()
             return
@@ -191,10 +192,12 @@ class RemoteDoor:
             self._admit(number, version, hello, transport)
         except (TimeoutError, OSError) as error:  # it said nothing, is gone, or speaks no TLS
             if isinstance(error, ssl.SSLError):
-                self._tell(TLSError(f"{error.reason or error}"))
+                self._tell("TLS", f"TLS did not come about: {error.reason or error}")
+            elif isinstance(error, TimeoutError):
+                self._tell("silence", f"it said nothing in {self._seconds:g} seconds")
             self._turn_away(connected, transport)
         except KVPagerError as error:
-            self._tell(error)
+            self._tell(type(error).__name__, str(error))
             if transport is None:
                 with suppress(OSError):
                     connected.send(encode(Failure(number, error)))
@@ -238,11 +241,8 @@ class RemoteDoor:
         else:
             transport.abort()
 
-    def _tell(self, error: KVPagerError) -> None:
+    def _tell(self, kind: str, why: str) -> None:
         """Log the first of each kind: who knocks at a door again and again fills no disk."""
-        kind = type(error).__name__
         if kind not in self._told:
             self._told.add(kind)
-            _log.warning(
-                "a client over TCP was refused, and later ones like it are only counted: %s: %s", kind, error
-            )
+            _log.warning("a client over TCP was refused, and later ones like it are only counted: %s", why)

@@ -867,6 +867,36 @@ def test_a_sidecar_that_is_killed_in_the_middle_of_calls_costs_hits(
         assert (out == kv[:10]).all()
 
 
+def test_what_a_stalled_sidecar_was_not_sent_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpager.api import inline_asks
+
+    monkeypatch.setattr(inline_asks, "_BATCH_BYTES", 4 * (SIZE + 16))
+    monkeypatch.setattr(inline_asks, "_WINDOW_BYTES", 4 * SIZE)
+    monkeypatch.setenv("KVPAGER_TOKEN", TOKEN)
+    port = free_port()
+    with (
+        ServeProcess(tmp_path / "socket", f"--listen=127.0.0.1:{port}") as serving,
+        kvpager.connect(f"kvpager://127.0.0.1:{port}", token=TOKEN, timeout=2.0) as client,
+    ):
+        space = client.space(LAYOUT)
+        await_true(lambda: client.stats()["arena"]["ready_bytes"] == 8 << 20)
+        reservation = space.reserve(names(0, 20))
+        assert len(reservation.new) == 20
+        serving.pause()
+        reservation.commit()  # the first of it is sent, and not answered
+        assert not client.core._spaces[space.id, ""].held.reservations
+        assert space.put(names(50, 1), blocks(1)) == 0
+        serving.resume()
+        with RawClient(serving.path) as local:
+            await_true(lambda: counts(local)["reserved"] == 0)
+        await_true(lambda: space.put(names(0, 20), blocks(20)) == 20)
+        out = np.zeros((20, SIZE), dtype=np.uint8)
+        assert space.get(names(4, 16), out) == 16
+        assert (out[:16] == blocks(20)[4:]).all()
+
+
 def test_a_strict_client_is_told_that_the_sidecar_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
