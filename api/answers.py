@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
 from ..kvstore.hashing import space_id
@@ -23,6 +24,7 @@ from ..tiers.errors import (
     CapacityError,
     ConfigError,
     LayoutError,
+    NotInPlaceError,
     ServiceUnavailableError,
     StaleHandleError,
 )
@@ -91,12 +93,14 @@ class Job:
         work: runs in the thread.
         finish: makes the reply of what `work` returned; on the loop.
         undo: gives back what `work` returned where there is nobody to reply to any more; in any thread.
+        instead: ends what the request was to end where `work` is never begun; in a thread.
     """
 
     waits: bool
     work: Callable[[], Any]
     finish: Callable[[Any], Message]
     undo: Callable[[Any], object] | None = None
+    instead: Callable[[], object] | None = None
 
 
 @dataclass
@@ -151,6 +155,9 @@ class Answers:
         client: which client of the group.
         subscribe: has events sent to this connection, or no more.
         counts: further numbers for `Stats`.
+
+    Over TCP (the group is of no user of this machine) a client has no memory to write to: what it reserved is
+    committed by the `Put` that brings its bytes, and by nothing else.
     """
 
     def __init__(
@@ -335,6 +342,9 @@ class Answers:
 
     def _commit(self, asked: Commit) -> Message | Job:
         space = self._space(asked.space)
+        if self._group.uid is None:
+            # It was never written: what lies there was somebody else's.
+            raise NotInPlaceError("over TCP blocks are written and committed by Put")
         return self._end("commit", self._group.take_reservations, space.commit, space, asked)
 
     def _abort(self, asked: Abort) -> Message | Job:
@@ -368,7 +378,7 @@ class Answers:
             )
 
         if len(mine) > _QUICK_BLOCKS:
-            return Job(False, lambda: end(mine, named), finish)
+            return Job(False, lambda: end(mine, named), finish, instead=lambda: end(mine, named))
         if len(mine):
             end(mine, named)
         return finish(None)
@@ -405,20 +415,36 @@ class Answers:
     # Bytes
 
     def _put(self, asked: Put) -> Message | Job:
+        """Blocks that the group has reserved go to their slots; for the others there is room made now."""
         space, wait = self._space(asked.space), _seconds("wait", asked.wait)
-        self._refuse_if_draining()
-        size = space.layout.block_bytes
-        if len(asked.data) != size * len(asked.hashes):
+        size, hashes = space.layout.block_bytes, asked.hashes
+        if len(asked.data) != size * len(hashes):
             raise LayoutError(
-                f"{len(asked.hashes)} blocks of {size} bytes were to come, and {len(asked.data)} bytes came"
+                f"{len(hashes)} blocks of {size} bytes were to come, and {len(asked.data)} bytes came"
             )
-        blocks = np.frombuffer(asked.data, dtype=np.uint8).reshape(len(asked.hashes), size)
+        blocks = np.frombuffer(asked.data, dtype=np.uint8).reshape(len(hashes), size)
+        at, slots, generations = space.reserved(hashes) if self._group.reserved else _nothing_reserved()
+        if self._service.draining and len(at) < len(hashes):
+            self._refuse_if_draining()
+        if len(at):
+            good = self._group.take_reservations(space, self._client, slots, generations)
+            at, slots, generations = at[good], slots[good], generations[good]
+        status = np.full(len(at), _NEW, dtype=np.uint8)
+        mine = Reservation(space, [hashes[one] for one in at.tolist()], status, slots, generations)
 
         def work() -> int:
-            return space.put(asked.hashes, blocks, wait=wait)
+            if not len(at):
+                return space.put(hashes, blocks, wait=wait)
+            rest = np.setdiff1d(np.arange(len(hashes)), at)
+            with mine:
+                space.write_blocks(mine, blocks if not len(rest) else blocks[at])
+                mine.commit()
+            if not len(rest):
+                return len(at)
+            return len(at) + space.put([hashes[one] for one in rest.tolist()], blocks[rest], wait=wait)
 
-        if wait or len(asked.data) > _QUICK_BYTES or len(asked.hashes) > _QUICK_BLOCKS:
-            return Job(wait > 0, work, Count)
+        if wait or len(asked.data) > _QUICK_BYTES or len(hashes) > _QUICK_BLOCKS:
+            return Job(wait > 0, work, Count, instead=mine.abort if len(at) else None)
         return Count(work())
 
     def _get(self, asked: Get) -> Message | Job:
@@ -475,6 +501,10 @@ class Answers:
     def _flush(self, asked: Flush) -> Message | Job:
         wait = _seconds("deadline", asked.deadline)
         return Job(True, lambda: self._host.flush(wait), Count)
+
+
+def _nothing_reserved() -> tuple[npt.NDArray[np.int64], Ids, Generations]:
+    return np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int64)
 
 
 def _counted(blocks: int, work: Callable[[], int]) -> Message | Job:

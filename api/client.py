@@ -5,22 +5,22 @@ What is asked and held is `ClientCore`'s business; here are the lock, the thread
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Final, Generic, TypeVar, cast
 
 from ..kvstore.events import BlockEvent, EventStream, Listener
 from ..tiers.errors import (
-    AccessDeniedError,
     ClosedError,
     KVPagerError,
-    ProtocolError,
     ServiceError,
     ServiceUnavailableError,
 )
@@ -29,10 +29,22 @@ from ..tiers.mover import HostMover
 from ..tiers.settings import expect_flag, expect_seconds, expect_text, expect_type
 from .client_calls import Ask, Call
 from .client_core import ClientCounters
-from .client_shell import Backoff, Subscriptions, core_of, flush_ask, read_socket, stats_ask, tell_lost
-from .client_space import ClientSpace, Lost
+from .client_shell import (
+    REFUSALS,
+    Backoff,
+    Subscriptions,
+    core_of,
+    flush_ask,
+    read_socket,
+    stats_ask,
+    tell_lost,
+    why_not_reached,
+)
+from .client_space import AbsentArena, ClientSpace, Lost
 from .endpoint import Endpoint, endpoint_of
 from .holdings import Handles
+from .inline_asks import Steps
+from .inline_space import InlineSpace
 from .remote_space import RemoteSpace
 
 __all__ = ["Connection", "connect"]
@@ -53,24 +65,32 @@ def connect(
     timeout: float = 1.0,
     strict: bool = False,
     on_lost: Callable[[Lost], None] | None = None,
+    token: str | None = None,
+    ca: str | os.PathLike[str] | None = None,
 ) -> Connection:
     """Connect to a sidecar (``kvpager serve``).
 
     Args:
-        url: ``unix:///path``, or the path of its socket.
+        url: ``unix:///path``, or the path of its socket; ``kvpager://host:port``, or ``kvpagers://host:port``
+            with TLS, where blocks are copied over the network.
         name: what an operator calls this client; None: by its process.
         group: 16 bytes that the processes of one engine share, see `Connection`; None: a group of its own.
         timeout: seconds that the sidecar may take to answer, beyond what a call itself waits for.
         strict: raise `ServiceUnavailableError` where the sidecar does not answer, rather than find nothing.
         on_lost: is told, in the connection's thread, of leases and reservations that are lost.
+        token: what a sidecar that is reached over TCP wants to be told.
+        ca: file of the authorities whose certificates are trusted, PEM; None: those of the system.
 
     Raises:
         ConfigError: an argument is of a wrong type or out of range.
         ServiceUnavailableError: there is no sidecar within `timeout`.
         AccessDeniedError: it does not let this client in.
         ProtocolError: it speaks another version, or is no sidecar.
+        TLSError: its certificate is not trusted, or only one side speaks TLS.
     """
-    connection = Connection(url, name=name, group=group, timeout=timeout, strict=strict, on_lost=on_lost)
+    connection = Connection(
+        url, name=name, group=group, timeout=timeout, strict=strict, on_lost=on_lost, token=token, ca=ca
+    )
     try:
         connection.wait_ready()
     except BaseException:
@@ -106,6 +126,9 @@ class Connection:
     that breaks is made again in the background; what is held is then asserted again, and what is not held any
     more is `lost`. Meanwhile calls find and keep nothing, at once.
 
+    Over TCP the memory is not here: spaces are `InlineSpace`, whose leases and reservations have copies of
+    their blocks, and end in the sidecar with the connection.
+
     Attributes:
         device: None: no GPU has the memory mapped.
         timeout, strict: as given to `connect`.
@@ -120,11 +143,13 @@ class Connection:
         timeout: float = 1.0,
         strict: bool = False,
         on_lost: Callable[[Lost], None] | None = None,
+        token: str | None = None,
+        ca: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._endpoint: Endpoint = endpoint_of(url)
+        self._endpoint: Endpoint = endpoint_of(url, token, ca)
         self.timeout = expect_seconds("timeout", timeout, above=True)
         self.strict = expect_flag("strict", strict)
-        self.core = core_of(name, group, on_lost)
+        self.core = core_of(self._endpoint, name, group, on_lost)
         self.device: str | None = None
         self.mover = HostMover()
         self._on_lost = on_lost
@@ -132,7 +157,9 @@ class Connection:
         self._subscriptions = Subscriptions(self._events, self._listen)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
+        self._sending = threading.Lock()
         self._spaces: dict[ClientSpace, RemoteSpace] = {}
+        """Made with `_opening` held."""
         self._socket: socket.socket | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._changed = threading.Condition(self._lock)
@@ -167,7 +194,10 @@ class Connection:
                     with self._lock:
                         self.core.forget(space)
                     raise
-            return self._spaces.setdefault(space, RemoteSpace(self, space))
+            made = self._spaces.get(space)
+            if made is None:
+                made = self._spaces[space] = (InlineSpace if space.inline else RemoteSpace)(self, space)
+            return made
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener`, in the connection's thread, with every later event; returns how to end it.
@@ -236,6 +266,11 @@ class Connection:
         return self._closing.is_set()
 
     @property
+    def in_place(self) -> bool:
+        """Whether the sidecar's memory is in this process; over TCP it is not."""
+        return not isinstance(self.core.arena, AbsentArena)
+
+    @property
     def ready(self) -> bool:
         """Whether the sidecar can be asked."""
         return self.core.ready
@@ -279,19 +314,39 @@ class Connection:
 
     def ask(self, ask: Ask[_T]) -> _T:
         """Make a request and wait for what becomes of it."""
-        answered = threading.Lock()
-        answered.acquire()
-        call = self._start(ask, answered.release)
-        if not call.done:
-            try:
-                answered.acquire(timeout=0.0 if self.core.stalled else ask.seconds + self.timeout)
-            except BaseException:
+        return self.ask_all([ask])[0]
+
+    def ask_all(self, asks: Sequence[Ask[_T]]) -> list[_T]:
+        """Make several requests at once and wait for what becomes of each."""
+        answered = [threading.Lock() for _ in asks]
+        calls: list[Call[_T]] = []
+        try:
+            for ask, lock in zip(asks, answered, strict=True):
+                lock.acquire()
+                calls.append(self._start(ask, lock.release))
+            for call, lock in zip(calls, answered, strict=True):
+                self._await(call, lock)
+        except BaseException:
+            for call in calls:
                 self.abandon(call)
+            raise
+        results: list[_T] = []
+        for at, call in enumerate(calls):
+            try:
+                results.append(self.outcome(call))
+            except BaseException:
+                for other in calls[:at] + calls[at + 1 :]:
+                    self.abandon(other)
                 raise
+        return results
+
+    def _await(self, call: Call[_T], answered: threading.Lock) -> None:
+        """Wait until a call is done, or was waited for long enough."""
+        if not call.done:
+            answered.acquire(timeout=0.0 if self.core.stalled else call.ask.seconds + self.timeout)
             if not call.done:
                 with self._lock:
                     self.core.time_out(call)
-        return self.outcome(call)
 
     def begin(self, ask: Ask[_T]) -> _Pending[_T]:
         """Make a request without waiting."""
@@ -337,6 +392,34 @@ class Connection:
             self.ask(self.core.committing(space, written))
         return refused
 
+    def start_commit(self, space: ClientSpace, handles: Handles) -> tuple[Handles, int]:
+        """Those of these that are reserved, to be committed now, and how many are not."""
+        with self._lock:
+            self._check_open()
+            return self.core.start_commit(space, handles)
+
+    def give_up(self, space: ClientSpace, handles: Handles) -> None:
+        """Reserved slots will not be written, as far as they are not committed yet."""
+        with self._lock:
+            self.core.give_up(space, handles)
+            self._write()
+
+    def drive(self, steps: Steps[_T]) -> _T:
+        """Make an operation's requests and return its result."""
+        try:
+            asks = next(steps)
+            while True:
+                try:
+                    # What waits to be sent is bounded: see `ClientCore.overflowing`.
+                    with self._sending if any(ask.sends for ask in asks) else nullcontext():
+                        results = self.ask_all(asks)
+                except BaseException as error:  # noqa: BLE001  the operation ends with it
+                    asks = steps.throw(error)
+                else:
+                    asks = steps.send(results)
+        except StopIteration as end:
+            return cast(_T, end.value)
+
     # Inside
 
     def _start(self, ask: Ask[_T], notify: Callable[[], object]) -> Call[_T]:
@@ -368,7 +451,7 @@ class Connection:
             except OSError:
                 return  # the thread finds out by itself
             if sent < len(data):
-                self.core.return_output(data[sent:])
+                self.core.return_output(memoryview(data)[sent:])
                 os.eventfd_write(self._wake, 1)
                 return
 
@@ -380,7 +463,7 @@ class Connection:
             reason = self._connect_and_serve(backoff)
             with self._lock:
                 self.core.disconnected(reason)
-                if isinstance(reason, AccessDeniedError | ProtocolError):
+                if isinstance(reason, REFUSALS):
                     self._refused = reason
                 self._changed.notify_all()
             self._closing.wait(backoff.seconds())
@@ -391,16 +474,19 @@ class Connection:
     def _connect_and_serve(self, backoff: Backoff) -> KVPagerError:
         """One connection from its beginning to its end; returns why it ended."""
         fds: list[int] = []
-        with self._endpoint.socket() as connected:
+        try:
+            connected = self._connected()
+        except OSError as error:
+            return why_not_reached(self._endpoint, error)
+        with connected:
             try:
-                connected.connect(self._endpoint.address)
                 with self._lock:
                     self._socket = connected
-                    self.core.connected()
+                    self.core.connected(self._endpoint.tls())
                     self._write()
                 self._serve(connected, fds, backoff)
             except OSError as error:
-                return ServiceUnavailableError(f"{self._endpoint}: {error.strerror}")
+                return why_not_reached(self._endpoint, error)
             except KVPagerError as error:
                 return error
             finally:
@@ -409,6 +495,30 @@ class Connection:
                 for fd in fds:
                     os.close(fd)
         return ServiceUnavailableError("the connection was closed")
+
+    def _connected(self) -> socket.socket:
+        """A socket that is connected to the first address of the sidecar that answers.
+
+        Raises:
+            OSError: none does within the time of a call.
+        """
+        until = time.monotonic() + self.timeout
+        addresses = self._endpoint.addresses()
+        for at, (family, address) in enumerate(addresses):
+            connected = self._endpoint.socket(family)
+            try:
+                if self._endpoint.local:
+                    connected.connect(address)
+                else:
+                    connected.settimeout(max(0.001, (until - time.monotonic()) / (len(addresses) - at)))
+                    connected.connect(address)
+                    connected.setblocking(False)
+                return connected
+            except BaseException as error:
+                connected.close()
+                if not isinstance(error, OSError) or at == len(addresses) - 1:
+                    raise
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "the host has no address")
 
     def _serve(self, connected: socket.socket, fds: list[int], backoff: Backoff) -> None:
         until = time.monotonic() + self.timeout
@@ -443,12 +553,15 @@ class Connection:
 
     def _read(self, connected: socket.socket, fds: list[int]) -> None:
         try:
-            data = read_socket(connected, fds)
+            came = read_socket(connected, self.core.room, fds)
         except BlockingIOError:
             return
         with self._changed:
             was_ready = self.core.ready
-            self.core.received(data, fds)
+            if isinstance(came, int):
+                self.core.filled(came)
+            else:
+                self.core.received(came, fds)
             events, losses = self.core.take_events(), self.core.take_losses()
             while fds and self.core.ready:
                 os.close(fds.pop())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -18,10 +19,8 @@ from ..kvstore.hashing import HASH_BYTES, Tokens
 from ..kvstore.policy import Ids
 from ..kvstore.slot_space import SlotPlaces
 from ..tiers.errors import (
-    AccessDeniedError,
     ClosedError,
     KVPagerError,
-    ProtocolError,
     ServiceUnavailableError,
     StaleHandleError,
 )
@@ -30,9 +29,22 @@ from ..tiers.mover import HostMover
 from ..tiers.settings import expect_byte_strings, expect_flag, expect_seconds, expect_text, expect_type
 from .client_calls import Ask, Call
 from .client_core import ClientCounters
-from .client_shell import Backoff, Subscriptions, core_of, flush_ask, read_socket, stats_ask, tell_lost
-from .client_space import ClientSpace, Lost
-from .endpoint import endpoint_of
+from .client_shell import (
+    REFUSALS,
+    Backoff,
+    Subscriptions,
+    core_of,
+    flush_ask,
+    read_socket,
+    stats_ask,
+    tell_lost,
+    why_not_reached,
+)
+from .client_space import AbsentArena, ClientSpace, Lost, not_here
+from .copies import BufferedReservation, CopiedLease, fill_buffer, read_copies, rows_of
+from .endpoint import Endpoint, endpoint_of
+from .holdings import Handles
+from .inline_asks import InlineAsks, Steps
 from .space_asks import SpaceAsks, handles_of
 
 __all__ = ["AsyncConnection", "AsyncSpace", "connect_async"]
@@ -48,9 +60,13 @@ async def connect_async(
     timeout: float = 1.0,
     strict: bool = False,
     on_lost: Callable[[Lost], None] | None = None,
+    token: str | None = None,
+    ca: str | os.PathLike[str] | None = None,
 ) -> AsyncConnection:
     """`connect` for asyncio: arguments and errors are the same. To be used on the loop that it ran on."""
-    connection = AsyncConnection(url, name=name, group=group, timeout=timeout, strict=strict, on_lost=on_lost)
+    connection = AsyncConnection(
+        url, name=name, group=group, timeout=timeout, strict=strict, on_lost=on_lost, token=token, ca=ca
+    )
     try:
         await connection.wait_ready()
     except BaseException:
@@ -78,17 +94,20 @@ class AsyncConnection:
         timeout: float = 1.0,
         strict: bool = False,
         on_lost: Callable[[Lost], None] | None = None,
+        token: str | None = None,
+        ca: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._endpoint = endpoint_of(url)
+        self._endpoint: Endpoint = endpoint_of(url, token, ca)
         self.timeout = expect_seconds("timeout", timeout, above=True)
         self.strict = expect_flag("strict", strict)
-        self.core = core_of(name, group, on_lost)
+        self.core = core_of(self._endpoint, name, group, on_lost)
         self.mover = HostMover()
         self.closed = False
         self._on_lost = on_lost
         self._events = EventStream()
         self._subscriptions = Subscriptions(self._events, self._listen)
         self._opening = asyncio.Lock()
+        self._sending = asyncio.Lock()
         self._spaces: dict[ClientSpace, AsyncSpace] = {}
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
@@ -111,7 +130,10 @@ class AsyncConnection:
                 except KVPagerError:
                     self.core.forget(space)
                     raise
-            return self._spaces.setdefault(space, AsyncSpace(self, space))
+            made = self._spaces.get(space)
+            if made is None:
+                made = self._spaces[space] = (AsyncInlineSpace if space.inline else AsyncSpace)(self, space)
+            return made
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener`, on the loop, with every later event; returns how to end it."""
@@ -146,6 +168,11 @@ class AsyncConnection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the sidecar's memory is in this process. See `Connection.in_place`."""
+        return not isinstance(self.core.arena, AbsentArena)
 
     @property
     def ready(self) -> bool:
@@ -213,6 +240,39 @@ class AsyncConnection:
         self.write()
         return call
 
+    async def drive(self, steps: Steps[_T]) -> _T:
+        """Make an operation's requests and return its result."""
+        try:
+            asks = next(steps)
+            while True:
+                try:
+                    results = await self._ask_all(asks)
+                except BaseException as error:  # noqa: BLE001  the operation ends with it
+                    asks = steps.throw(error)
+                else:
+                    asks = steps.send(results)
+        except StopIteration as end:
+            return cast(_T, end.value)
+
+    def start_commit(self, space: ClientSpace, handles: Handles) -> tuple[Handles, int]:
+        """Those of these that are reserved, to be committed now, and how many are not."""
+        self.check_open()
+        return self.core.start_commit(space, handles)
+
+    def give_up(self, space: ClientSpace, handles: Handles) -> None:
+        """Reserved slots will not be written, as far as they are not committed yet."""
+        self.core.give_up(space, handles)
+        self.write()
+
+    async def _ask_all(self, asks: Sequence[Ask[Any]]) -> list[Any]:
+        if any(ask.sends for ask in asks):
+            # What waits to be sent is bounded: see `ClientCore.overflowing`.
+            async with self._sending:
+                return await asyncio.gather(*map(self.ask, asks))
+        if len(asks) == 1:
+            return [await self.ask(asks[0])]
+        return await asyncio.gather(*map(self.ask, asks))
+
     def write(self) -> None:
         """Write what the socket takes; the rest when it takes more."""
         connected = self._socket
@@ -226,7 +286,7 @@ class AsyncConnection:
             except OSError:
                 break  # reading finds out
             if sent < len(data):
-                self.core.return_output(data[sent:])
+                self.core.return_output(memoryview(data)[sent:])
                 break
         writing = self.core.has_output
         if writing and not self._writing:
@@ -249,7 +309,7 @@ class AsyncConnection:
         while True:
             reason = await self._connect_and_serve(backoff)
             self.core.disconnected(reason)
-            if isinstance(reason, AccessDeniedError | ProtocolError):
+            if isinstance(reason, REFUSALS):
                 self._refused = reason
             self._changed.set()
             await asyncio.sleep(backoff.seconds())
@@ -257,15 +317,19 @@ class AsyncConnection:
     async def _connect_and_serve(self, backoff: Backoff) -> KVPagerError:
         """One connection from its beginning to its end; returns why it ended."""
         fds: list[int] = []
-        with self._endpoint.socket() as connected:
-            try:
-                await self._loop.sock_connect(connected, self._endpoint.address)
-            except OSError as error:
-                return ServiceUnavailableError(f"{self._endpoint}: {error.strerror}")
+        try:
+            connected = await self._connected()
+        except OSError as error:
+            return why_not_reached(self._endpoint, error)
+        with connected:
             ended: asyncio.Future[KVPagerError] = self._loop.create_future()
             self._ended = ended
             self._socket = connected
-            self.core.connected()
+            try:
+                self.core.connected(self._endpoint.tls())
+            except KVPagerError as error:
+                self._socket = None
+                return error
             self._loop.add_reader(connected, self._read, connected, fds, backoff)
             greeting = self._loop.call_later(self.timeout, self._expect_greeting)
             try:
@@ -280,17 +344,44 @@ class AsyncConnection:
                 for fd in fds:
                     os.close(fd)
 
+    async def _connected(self) -> socket.socket:
+        """A socket that is connected to the first address of the sidecar that answers.
+
+        Raises:
+            OSError: none does within the time of a call.
+        """
+        until = self._loop.time() + self.timeout
+        if self._endpoint.local:
+            addresses = self._endpoint.addresses()
+        else:
+            addresses = await self._loop.run_in_executor(None, self._endpoint.addresses)
+        for at, (family, address) in enumerate(addresses):
+            connected = self._endpoint.socket(family)
+            try:
+                async with asyncio.timeout((until - self._loop.time()) / (len(addresses) - at)):
+                    await self._loop.sock_connect(connected, address)
+                return connected
+            except BaseException as error:
+                connected.close()
+                if not isinstance(error, OSError) or at == len(addresses) - 1:
+                    raise
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "the host has no address")
+
     def _expect_greeting(self) -> None:
         if not self.core.ready:
             self._end(ServiceUnavailableError(f"{self._endpoint}: no greeting in time"))
 
     def _read(self, connected: socket.socket, fds: list[int], backoff: Backoff) -> None:
         try:
-            self.core.received(read_socket(connected, fds), fds)
+            came = read_socket(connected, self.core.room, fds)
+            if isinstance(came, int):
+                self.core.filled(came)
+            else:
+                self.core.received(came, fds)
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(ServiceUnavailableError(f"{self._endpoint}: {error.strerror}"))
+            self._end(why_not_reached(self._endpoint, error))
             return
         except KVPagerError as error:
             self._end(error)
@@ -416,9 +507,7 @@ class AsyncSpace(SlotPlaces):
         written, refused = self._core.start_commit(self._space, handles_of(slots, generations))
         if len(written):
             committing: Ask[None] = self._core.committing(self._space, written)
-            commit = asyncio.get_running_loop().create_task(self._connection.ask(committing))
-            self._commits.add(commit)
-            commit.add_done_callback(self._commits.discard)
+            self._later(self._connection.ask(committing))
         self._refused("commit", refused)
 
     def abort(self, slots: Ids, generations: Generations) -> None:
@@ -441,6 +530,90 @@ class AsyncSpace(SlotPlaces):
     def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
         self._connection.mover.copy_now(source, target, self.layout.block_bytes)
 
+    def _later(self, commit: Coroutine[Any, Any, None]) -> None:
+        """Do it without waiting; `committed` waits."""
+        task = asyncio.get_running_loop().create_task(commit)
+        self._commits.add(task)
+        task.add_done_callback(self._commits.discard)
+
     def _refused(self, what: str, count: int) -> None:
         if count and self._connection.strict:
             raise StaleHandleError(f"{what} refused for {count} slots: not held any more")
+
+
+class AsyncInlineSpace(AsyncSpace):
+    """One layout and shard in a sidecar that is reached over TCP: `InlineSpace` for asyncio.
+
+    `commit` of a reservation sends its blocks without waiting: `committed` waits.
+    """
+
+    def __init__(self, connection: AsyncConnection, space: ClientSpace) -> None:
+        super().__init__(connection, space)
+        self._drive = connection.drive
+        self._inline = InlineAsks(
+            connection.core, space, self, self._asks, lambda handles: connection.give_up(space, handles)
+        )
+
+    async def match(
+        self,
+        hashes: Sequence[bytes] | None = None,
+        *,
+        tokens: Tokens | None = None,
+        chain: bytes | None = None,
+        cold_deadline: float | None = None,
+    ) -> CopiedLease:
+        """See `InlineSpace.match`."""
+        names = self._asks.hashes(hashes, tokens, chain)
+        return await self._drive(self._inline.match(names, cold_deadline))
+
+    async def load(self, hashes: Sequence[bytes], deadline: float) -> CopiedLease:
+        """See `InlineSpace.load`."""
+        return await self._drive(self._inline.load(hashes, deadline))
+
+    async def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> BufferedReservation:
+        """See `InlineSpace.reserve_named`."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        return await self._drive(self._inline.reserve(hashes, expect_seconds("wait", wait)))
+
+    async def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+        """See `InlineSpace.put`."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        wait = expect_seconds("wait", wait)
+        self.check_blocks(blocks, len(hashes))
+        return await self._drive(self._inline.store(hashes, blocks, wait, self._start))
+
+    async def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
+        """See `InlineSpace.get`."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        self.check_out(out, len(hashes))
+        return await self._drive(self._inline.fetch(hashes, out))
+
+    def send(self, reservation: BufferedReservation, positions: npt.NDArray[np.int64]) -> None:
+        """Send these positions of a reservation; does not wait: see `committed`."""
+        self._connection.check_open()
+        self._later(self._send(reservation, positions))
+
+    def write_blocks(self, reservation: Reservation, blocks: npt.NDArray[np.uint8]) -> int:
+        """See `InlineSpace.write_blocks`."""
+        return fill_buffer(reservation, blocks)
+
+    def read_blocks(self, lease: Lease, out: npt.NDArray[np.uint8]) -> int:
+        """See `InlineSpace.read_blocks`."""
+        return read_copies(lease, out)
+
+    async def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+        """Not over TCP: raises `NotInPlaceError`. See `InlineSpace.lease`."""
+        raise not_here()
+
+    def commit(self, slots: Ids, generations: Generations, *, in_cold: bool = False) -> None:
+        """Not over TCP: raises `NotInPlaceError`. See `InlineSpace.commit`."""
+        raise not_here()
+
+    def _start(self, handles: Handles) -> tuple[Handles, int]:
+        return self._connection.start_commit(self._space, handles)
+
+    async def _send(self, reservation: BufferedReservation, positions: npt.NDArray[np.int64]) -> None:
+        rows = rows_of(reservation, positions)
+        steps = self._inline.put(reservation, positions, reservation.buffer, rows, self._start)
+        _, refused = await self._drive(steps)
+        self._refused("commit", refused)

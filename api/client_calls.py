@@ -30,6 +30,7 @@ class Ask(Generic[_T]):
         required: whether no reply is an error even of a connection that is not strict.
         insists: whether it is sent also to a sidecar that does not answer just now.
         refused: is told of an error that came in place of the reply.
+        sends: bytes of blocks that it sends; one operation of a connection at a time makes such requests.
     """
 
     space: ClientSpace | None
@@ -41,6 +42,7 @@ class Ask(Generic[_T]):
     required: bool = False
     insists: bool = False
     refused: Callable[[KVPagerError], object] | None = None
+    sends: int = 0
 
 
 class Call(Generic[_T]):

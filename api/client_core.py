@@ -22,17 +22,17 @@ from ..kvstore.events import BlockEvent, EventKind
 from ..kvstore.hashing import space_id
 from ..kvstore.stats import Counters
 from ..tiers.errors import (
-    AccessDeniedError,
     ConfigError,
     KVPagerError,
     LayoutError,
     ProtocolError,
     ServiceUnavailableError,
     StaleHandleError,
+    TLSError,
 )
 from ..tiers.layout import KVLayout
 from .client_calls import Ask, Call, expect
-from .client_space import Arena, ClientSpace, Lost
+from .client_space import AbsentArena, Arena, ClientSpace, Lost
 from .holdings import Claimed, Handles, Holdings
 from .messages import (
     Abort,
@@ -48,9 +48,10 @@ from .messages import (
     Subscribe,
     Welcome,
 )
-from .wire import MAGIC, MAX_FRAME, VERSION, Failure, Frame, FrameReader, Notice, Reply, Request, encode
+from .tls_stream import TLSStream
+from .wire import MAGIC, MAX_FRAME, VERSION, Failure, Frame, FrameReader, Notice, Reply, Request, encode_parts
 
-__all__ = ["GROUP_BYTES", "ClientCore", "ClientCounters"]
+__all__ = ["FRAME_ROOM", "GROUP_BYTES", "ClientCore", "ClientCounters"]
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,10 @@ _T = TypeVar("_T")
 _M = TypeVar("_M", bound=Message)
 
 GROUP_BYTES: Final = 16
+FRAME_ROOM: Final = 128
+"""Bytes of a frame of one block beside the block, at most."""
+_TLS_ALERT: Final = b"\x15\x03"
+"""What whoever speaks TLS answers to somebody who does not."""
 _MOST_OUTPUT: Final = 2 * MAX_FRAME
 """Bytes that wait for a sidecar that does not read: beyond this the connection is given up."""
 _CALLERS_FAULT: Final = (ConfigError, LayoutError)
@@ -94,6 +99,8 @@ class ClientCore:
     Args:
         group: 16 bytes, the client group.
         name: what an operator calls this client.
+        pid: the process, 0 where it means nothing to the sidecar.
+        token: what a sidecar over TCP wants to be told.
 
     Attributes:
         ready: whether the handshake is through and every space can be asked again.
@@ -103,21 +110,27 @@ class ClientCore:
         epoch: grows with every connection and every end of one: requests made before it are not sent.
     """
 
-    def __init__(self, group: bytes, name: str) -> None:
+    def __init__(self, group: bytes, name: str, *, pid: int = 0, token: str = "") -> None:
         self.counters = ClientCounters()
         self.lost: tuple[Lost, ...] = ()
         self.epoch = 0
         self.ready = False
-        self.arena: Arena | None = None
+        self.arena: Arena | AbsentArena | None = None
         self.boot_id: bytes | None = None
         self._hello = Hello(
-            MAGIC, VERSION, VERSION, group, os.getpid(), "", name, secrets.token_bytes(GROUP_BYTES)
+            MAGIC, VERSION, VERSION, group, pid, token, name, secrets.token_bytes(GROUP_BYTES)
         )
         self._ids = count(1)
         self._calls: dict[int, Call[Any]] = {}
         self._reader = FrameReader()
         self._output: deque[bytes] = deque()
+        """Frames, in parts."""
+        self._wire: deque[bytes | memoryview] = deque()
+        """What the socket did not take yet."""
         self._output_bytes = 0
+        self._tls: TLSStream | None = None
+        self._nothing_came = True
+        self._greeted = False
         self._spaces: dict[tuple[bytes, str], ClientSpace] = {}
         self._opening = 0
         self._subscribed = False
@@ -126,14 +139,23 @@ class ClientCore:
         self._heard = 0
         self.stalled = False
         self._out = _Outage(ServiceUnavailableError("there is no connection yet"))
-        self._max_frame = MAX_FRAME
+        self.max_frame = MAX_FRAME
 
     # Connections come and go
 
-    def connected(self) -> None:
-        """There is a connection: say hello."""
+    def connected(self, tls: TLSStream | None = None) -> None:
+        """There is a connection: say hello.
+
+        Args:
+            tls: TLS for it, where it has that.
+        """
         self.epoch += 1
         self._opening = 0
+        self._tls = tls
+        self._nothing_came = True
+        self._greeted = False
+        if tls is not None:
+            tls.start()
         self._out = _Outage(ServiceUnavailableError("the sidecar does not greet"), self._out.told)
         self._reader = FrameReader()
         self._send_call(self._ask_core(lambda _: self._hello, lambda reply: expect(reply, Welcome)))
@@ -144,7 +166,9 @@ class ClientCore:
         self.ready = False
         self.stalled = False
         self._output.clear()
+        self._wire.clear()
         self._output_bytes = 0
+        self._tls = None
         for space in self._spaces.values():
             space.number = space.opened = None
         calls, self._calls = self._calls, {}
@@ -158,34 +182,57 @@ class ClientCore:
         Raises:
             ProtocolError: this is no sidecar, or one of another version: the connection is of no use.
             AccessDeniedError: the sidecar does not let this client in.
+            ServiceUnavailableError: it does not now: it has too many, or is being stopped.
+            TLSError: its certificate is not trusted, or only one side speaks TLS.
         """
         self._heard += 1
         self.stalled = False
+        if self._tls is not None:
+            data = self._tls.receive(data)
+        elif self._nothing_came and bytes(data[: len(_TLS_ALERT)]) == _TLS_ALERT:
+            raise TLSError("the sidecar speaks TLS: kvpagers://")
+        self._nothing_came = False
         for frame in self._reader.feed(data):
             self._frame(frame, fds)
+
+    @property
+    def room(self) -> memoryview | None:
+        """In the midst of a long frame, where its next bytes may be put before `filled`; else None."""
+        return self._reader.room if self._tls is None else None
+
+    def filled(self, count: int) -> None:
+        """So many bytes came, and were put into `room`. Raises as `received`."""
+        self._heard += 1
+        self.stalled = False
+        for frame in self._reader.fill(count):
+            self._frame(frame, ())
 
     @property
     def unavailable(self) -> KVPagerError:
         """Why there was no answer lately."""
         return self._out.reason or ServiceUnavailableError("the sidecar does not answer")
 
-    def take_output(self) -> bytes:
+    def take_output(self) -> bytes | memoryview:
         """The next bytes to write; empty where there are none."""
-        if not self._output:
+        if not self._wire:
+            self._fill_wire()
+        if not self._wire:
             return b""
-        data = self._output.popleft()
+        data = self._wire.popleft()
         self._output_bytes -= len(data)
         return data
 
-    def return_output(self, data: bytes) -> None:
+    def return_output(self, data: bytes | memoryview) -> None:
         """Bytes that could not be written yet."""
-        self._output.appendleft(data)
+        self._wire.appendleft(data)
         self._output_bytes += len(data)
 
     @property
     def has_output(self) -> bool:
         """Whether there are bytes to write."""
-        return bool(self._output)
+        if self._wire or (self._tls is not None and self._tls.pending):
+            return True
+        return bool(self._output) and (self._tls is None or self._tls.ready)
 
     @property
     def overflowing(self) -> bool:
@@ -204,7 +251,7 @@ class ClientCore:
 
     # Asking
 
-    def frame_of(self, ask: Ask[Any]) -> tuple[int, int, bytes] | None:
+    def frame_of(self, ask: Ask[Any]) -> tuple[int, int, list[bytes]] | None:
         """Epoch, id and bytes of a request; None where it cannot be asked now. Needs no lock.
 
         Raises:
@@ -215,10 +262,10 @@ class ClientCore:
         if number is None or not self.ready or (self.stalled and not ask.insists):
             return None
         request = next(self._ids)
-        return epoch, request, encode(Request(request, ask.message(number)), max_frame=self._max_frame)
+        return epoch, request, encode_parts(Request(request, ask.message(number)), max_frame=self.max_frame)
 
     def start(
-        self, ask: Ask[_T], frame: tuple[int, int, bytes] | None, notify: Callable[[], object] | None
+        self, ask: Ask[_T], frame: tuple[int, int, list[bytes]] | None, notify: Callable[[], object] | None
     ) -> Call[_T]:
         """Send a request of `frame_of`; it is done at once where it cannot be sent."""
         call = Call(ask, notify)
@@ -289,6 +336,12 @@ class ClientCore:
                 f"blocks of {layout.block_bytes} bytes do not fit the sidecar's extents of "
                 f"{self.arena.extent_bytes}",
             )
+        if isinstance(self.arena, AbsentArena) and layout.block_bytes > self.max_frame - FRAME_ROOM:
+            raise ConfigError(
+                "block_size",
+                f"blocks of {layout.block_bytes} bytes do not fit frames of {self.max_frame} bytes, "
+                "in which they travel over TCP",
+            )
         space = self._spaces[name] = ClientSpace(layout, shard, tenant, self.arena)
         return space, True
 
@@ -325,6 +378,11 @@ class ClientCore:
         self.counters.refused += refused
         self._go_ashore(space)
         return refused
+
+    def give_up(self, space: ClientSpace, handles: Handles) -> None:
+        """Reserved slots will not be written, as far as they are not committed yet."""
+        if len(handles) and space.held.fits(handles):
+            self.abort(space, handles.where(space.held.writing(handles)))
 
     def start_commit(self, space: ClientSpace, handles: Handles) -> tuple[Handles, int]:
         """Reserved slots are written: those that are to be committed, and how many were not reserved."""
@@ -373,6 +431,8 @@ class ClientCore:
             return
         if isinstance(frame, Request):
             raise ProtocolError("the sidecar sent a request")
+        if isinstance(frame, Failure) and frame.id == 0:
+            raise frame.error  # it is about no request: the sidecar ends the connection
         call = self._calls.pop(frame.id, None)
         if call is None:
             raise ProtocolError(f"a reply to no request, {frame.id}")
@@ -399,7 +459,7 @@ class ClientCore:
         call.fail(error)
         if call.ask.refused is not None:
             call.ask.refused(error)
-        if isinstance(error, ProtocolError | AccessDeniedError):
+        if not self._greeted or isinstance(error, ProtocolError):
             raise error
 
     def _back(self) -> None:
@@ -415,26 +475,37 @@ class ClientCore:
         self.counters.events_lost += event.lost
         self._events.append(BlockEvent(kind, event.tier, event.space, event.hashes))
 
+    def _arena_of(self, welcome: Welcome, fds: Sequence[int]) -> Arena | AbsentArena:
+        """The memory that was passed, or what is known of it where none is; the old one if it is the same."""
+        before = self.arena
+        if welcome.arena_bytes == 0:
+            if before is None:
+                return AbsentArena(welcome.extent_bytes)
+            if not isinstance(before, AbsentArena) or before.extent_bytes != welcome.extent_bytes:
+                raise ProtocolError("the sidecar cuts its memory in another way, or passes none any more")
+            return before
+        if not fds or isinstance(before, AbsentArena):
+            raise ProtocolError("the sidecar passed no memory, or does now and did not before")
+        status = os.fstat(fds[0])
+        if before is not None and before.file == (status.st_dev, status.st_ino):
+            return before
+        return Arena(fds[0], welcome.arena_bytes, welcome.extent_bytes)
+
     def _welcome(self, welcome: Welcome, fds: Sequence[int]) -> None:
         if welcome.version != VERSION:
             raise ProtocolError(f"the sidecar speaks version {welcome.version}, this client {VERSION}")
-        if not fds:
-            raise ProtocolError("the sidecar passed no memory")
-        arena = self.arena
-        status = os.fstat(fds[0])
-        same = arena is not None and arena.file == (status.st_dev, status.st_ino)
-        if not same:
-            arena = Arena(fds[0], welcome.arena_bytes, welcome.extent_bytes)
+        before, arena = self.arena, self._arena_of(welcome, fds)
+        self._greeted = True
         again, self.boot_id = self.boot_id, welcome.boot_id
         self.counters.connects += 1
         self.counters.restarts += again not in (None, welcome.boot_id)
         self.arena = arena
-        self._max_frame = min(MAX_FRAME, welcome.max_frame)
+        self.max_frame = min(MAX_FRAME, welcome.max_frame)
         self.lost = ()
         if self._subscribed:
             self._tell_subscription()
         for space in self._spaces.values():
-            if not same and arena is not None:
+            if arena is not before:
                 self._set_adrift(space, arena)
             self._opening += 1
             self._send_call(
@@ -446,7 +517,7 @@ class ClientCore:
             )
         self._settle()
 
-    def _set_adrift(self, space: ClientSpace, arena: Arena) -> None:
+    def _set_adrift(self, space: ClientSpace, arena: Arena | AbsentArena) -> None:
         """The memory that a space's slots are in is no longer the sidecar's."""
         if space.adrift is None:
             claimed = space.held.claim()
@@ -553,8 +624,24 @@ class ClientCore:
     def _send_call(self, ask: Ask[Any], space: int = 0) -> None:
         request = next(self._ids)
         self._calls[request] = Call(ask, None)
-        self._write(encode(Request(request, ask.message(space)), max_frame=self._max_frame))
+        self._write(encode_parts(Request(request, ask.message(space)), max_frame=self.max_frame))
 
-    def _write(self, data: bytes) -> None:
-        self._output.append(data)
-        self._output_bytes += len(data)
+    def _write(self, parts: list[bytes]) -> None:
+        self._output.extend(parts)
+        self._output_bytes += sum(map(len, parts))
+
+    def _fill_wire(self) -> None:
+        """Bytes for the socket, of a frame or of the handshake."""
+        tls = self._tls
+        if tls is None:
+            if self._output:
+                self._wire.append(self._output.popleft())
+            return
+        if self._output and tls.ready:
+            data = self._output.popleft()
+            self._output_bytes -= len(data)
+            tls.send(data)
+        if tls.pending:
+            sealed = tls.take()
+            self._wire.append(sealed)
+            self._output_bytes += len(sealed)

@@ -12,17 +12,36 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..kvstore.events import EventStream, Listener
-from ..tiers.errors import ConfigError, ServiceUnavailableError
+from ..tiers.errors import (
+    AccessDeniedError,
+    ConfigError,
+    ProtocolError,
+    ServiceUnavailableError,
+    TLSError,
+)
 from ..tiers.settings import expect_bytes, expect_seconds, expect_text, shown
 from .client_calls import Ask, expect
 from .client_core import GROUP_BYTES, ClientCore
 from .client_space import Lost
+from .endpoint import Endpoint
 from .messages import Count, Flush, GetStats, Stats
 
-__all__ = ["Backoff", "Subscriptions", "core_of", "flush_ask", "read_socket", "stats_ask", "tell_lost"]
+__all__ = [
+    "REFUSALS",
+    "Backoff",
+    "Subscriptions",
+    "core_of",
+    "flush_ask",
+    "read_socket",
+    "stats_ask",
+    "tell_lost",
+    "why_not_reached",
+]
 
 _log = logging.getLogger(__name__)
 
+REFUSALS: Final = (AccessDeniedError, ProtocolError, TLSError)
+"""What another attempt would most likely end in, too."""
 _READ_BYTES: Final = 1 << 18
 _MOST_FDS: Final = 4
 
@@ -46,13 +65,24 @@ class Backoff:
         return seconds * random.uniform(0.5, 1.0)
 
 
-def read_socket(connected: socket.socket, fds: list[int]) -> bytes:
+def read_socket(connected: socket.socket, room: memoryview | None, fds: list[int]) -> bytes | int:
     """What there is to read of a socket; descriptors that came with it are added to `fds`.
+
+    Args:
+        room: where to put it, if it is in the midst of a long frame.
+
+    Returns:
+        the bytes, or how many were put into `room`.
 
     Raises:
         OSError: as of `recv`; BlockingIOError where there is nothing.
         ServiceUnavailableError: the other side closed it.
     """
+    if room is not None:
+        count = connected.recv_into(room)
+        if not count:
+            raise ServiceUnavailableError("the sidecar closed the connection")
+        return count
     size = array.array("i").itemsize
     data, ancillary, _, _ = connected.recvmsg(
         _READ_BYTES, socket.CMSG_SPACE(_MOST_FDS * size), socket.MSG_CMSG_CLOEXEC
@@ -63,6 +93,11 @@ def read_socket(connected: socket.socket, fds: list[int]) -> bytes:
     if not data:
         raise ServiceUnavailableError("the sidecar closed the connection")
     return data
+
+
+def why_not_reached(endpoint: Endpoint, error: OSError) -> ServiceUnavailableError:
+    """What the operating system said of a connection, as an error of this tree."""
+    return ServiceUnavailableError(f"{endpoint}: {error.strerror or error or type(error).__name__}")
 
 
 class Subscriptions:
@@ -129,7 +164,9 @@ def tell_lost(lost: Lost, listener: Callable[[Lost], None] | None) -> None:
             _log.exception("a listener of lost leases failed")
 
 
-def core_of(name: str | None, group: bytes | None, on_lost: Callable[[Lost], None] | None) -> ClientCore:
+def core_of(
+    endpoint: Endpoint, name: str | None, group: bytes | None, on_lost: Callable[[Lost], None] | None
+) -> ClientCore:
     """The core of a client, for the arguments of `connect`.
 
     Raises:
@@ -139,4 +176,4 @@ def core_of(name: str | None, group: bytes | None, on_lost: Callable[[Lost], Non
         raise ConfigError("on_lost", f"must be a function of what was lost, got {shown(on_lost)}")
     name = f"pid {os.getpid()}" if name is None else expect_text("name", name)
     group = secrets.token_bytes(GROUP_BYTES) if group is None else expect_bytes("group", group, GROUP_BYTES)
-    return ClientCore(group, name)
+    return ClientCore(group, name, pid=os.getpid() if endpoint.local else 0, token=endpoint.token)

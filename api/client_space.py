@@ -6,13 +6,13 @@ import os
 from dataclasses import dataclass
 
 from ..kvstore.hashing import space_id
-from ..tiers.errors import ProtocolError
+from ..tiers.errors import NotInPlaceError, ProtocolError
 from ..tiers.layout import KVLayout
 from ..tiers.mapping import SharedMapping
 from .holdings import Handles, Holdings
 from .messages import OpenSpace
 
-__all__ = ["Arena", "ClientSpace", "Lost"]
+__all__ = ["AbsentArena", "Arena", "ClientSpace", "Lost", "not_here"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,50 @@ class Arena:
         return self.nbytes // self.extent_bytes
 
 
+class AbsentArena:
+    """What is known of the memory of a sidecar that passes none: over TCP.
+
+    Args:
+        extent_bytes: as `Welcome` says.
+
+    Raises:
+        ProtocolError: an extent has no bytes.
+    """
+
+    num_extents = 0
+
+    def __init__(self, extent_bytes: int) -> None:
+        if extent_bytes <= 0:
+            raise ProtocolError(f"extents of {extent_bytes} bytes were announced")
+        self.nbytes = 0
+        self.extent_bytes = extent_bytes
+
+    @property
+    def base(self) -> int:
+        """There is none.
+
+        Raises:
+            NotInPlaceError: always.
+        """
+        raise not_here()
+
+    @property
+    def bytes(self) -> memoryview:
+        """There are none.
+
+        Raises:
+            NotInPlaceError: always.
+        """
+        raise not_here()
+
+
+def not_here() -> NotInPlaceError:
+    return NotInPlaceError(
+        "the sidecar was reached over TCP, and its memory is not in this process: read lease.blocks, write "
+        "reservation.blocks, or use get and put"
+    )
+
+
 class ClientSpace:
     """A space as a client knows it, over all of its connections.
 
@@ -72,23 +116,26 @@ class ClientSpace:
 
     Attributes:
         id: 16 bytes.
+        inline: whether its memory is not here, and blocks travel in frames; how many slots there are is then
+            not known.
         arena: the memory that its slots are in; another one after the sidecar's was lost, when nothing of
             the old one is held any more.
         number: what it is called on this connection; None while it cannot be asked.
         held: leases and reservations.
     """
 
-    def __init__(self, layout: KVLayout, shard: str, tenant: str, arena: Arena) -> None:
+    def __init__(self, layout: KVLayout, shard: str, tenant: str, arena: Arena | AbsentArena) -> None:
         self.layout = layout
         self.shard = shard
         self.tenant = tenant
         self.id = space_id(layout, shard)
         self.arena = arena
         self.capacity = arena.extent_bytes // layout.block_bytes * arena.num_extents
+        self.inline = isinstance(arena, AbsentArena)
         self.number: int | None = None
-        self.held = Holdings(self.capacity)
+        self.held = Holdings(self.capacity, grows=self.inline)
         self.opened: int | None = None
-        self.adrift: Arena | None = None
+        self.adrift: Arena | AbsentArena | None = None
         """Where the memory was lost: the one to go on in when nothing is held of it."""
 
     def open_message(self) -> OpenSpace:

@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 from ..tiers.errors import ClosedError, KVPagerError, ProtocolError, ServiceUnavailableError
 from .answers import Answers, Job, Service, request_bytes
 from .messages import Message
-from .wire import Failure, Frame, FrameReader, Reply, Request, encode
+from .wire import Failure, Frame, FrameReader, Reply, Request, encode_parts
 
 __all__ = ["Connection", "Limits", "Threads"]
 
@@ -31,7 +31,6 @@ _TURN_SECONDS: Final = 0.002
 _LAST_WORD_SECONDS: Final = 2.0
 """How long a connection that is being ended may take to read why."""
 _SMALL_READ: Final = 16 << 10
-_LARGE_READ: Final = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ class Connection(asyncio.BufferedProtocol):
         threads: where jobs run.
         limits: what it may have under way.
         closed: is called once when the connection is over.
+        remote: whether it came over TCP.
     """
 
     def __init__(
@@ -90,7 +90,10 @@ class Connection(asyncio.BufferedProtocol):
         threads: Threads,
         limits: Limits,
         closed: Callable[[Connection], None],
+        *,
+        remote: bool = False,
     ) -> None:
+        self.remote = remote
         self.lost_events = 0
         self._loop = asyncio.get_running_loop()
         self._service = service
@@ -100,7 +103,6 @@ class Connection(asyncio.BufferedProtocol):
         self._closed = closed
         self._reader = FrameReader(service.max_frame)
         self._small = memoryview(bytearray(_SMALL_READ))
-        self._buffer = self._small
         self._frames: deque[Frame] = deque()
         """Read, and not begun yet."""
         self._under_way: set[int] = set()
@@ -125,17 +127,17 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        # Large reads only in the middle of a large frame: small frames are decoded a few at a time.
-        self._buffer = (
-            memoryview(bytearray(_LARGE_READ)) if self._reader.held > 2 * _SMALL_READ else self._small
-        )
-        return self._buffer
+        # Small frames are decoded a few at a time; the bytes of a long one go where they stay.
+        return self._reader.room or self._small
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._ending:
             return
         try:
-            self._frames.extend(self._reader.feed(self._buffer[:nbytes]))
+            if self._reader.room is not None:
+                self._frames.extend(self._reader.fill(nbytes))
+            else:
+                self._frames.extend(self._reader.feed(self._small[:nbytes]))
         except ProtocolError as error:
             self._refuse(0, error)
             return
@@ -157,7 +159,8 @@ class Connection(asyncio.BufferedProtocol):
         self._ending = self._over = True
         self._frames.clear()
         for queue in self._queued.values():
-            queue.clear()
+            while queue:
+                self._instead(queue.popleft().job)
         self._closed(self)
 
     # What others call
@@ -214,8 +217,8 @@ class Connection(asyncio.BufferedProtocol):
         while self._frames and not self._ending and self._may_begin(self._frames[0]):
             reply = self._begin(self._frames.popleft())
             if reply is not None:
-                replies.append(reply)
-                size += len(reply)
+                replies += reply
+                size += sum(map(len, reply))
             if size > self._limits.unread_bytes or self._loop.time() > until:
                 if self._frames:
                     self._turn_due = True
@@ -238,7 +241,7 @@ class Connection(asyncio.BufferedProtocol):
             return 0
         return request_bytes(frame.message) + self._answers.reply_bytes(frame.message)
 
-    def _begin(self, frame: Frame) -> bytes | None:
+    def _begin(self, frame: Frame) -> list[bytes] | None:
         """Answer a request, or have it worked on."""
         if not isinstance(frame, Request) or not self._answers.understands(frame.message):
             number = frame.id if isinstance(frame, Request) else 0
@@ -259,8 +262,8 @@ class Connection(asyncio.BufferedProtocol):
         self._start_jobs(done.waits)
         return None
 
-    def _attempt(self, number: int, work: Callable[[], Message | Job]) -> bytes | Job:
-        """What `work` comes to: a job, or the bytes of the reply or failure."""
+    def _attempt(self, number: int, work: Callable[[], Message | Job]) -> list[bytes] | Job:
+        """What `work` comes to: a job, or the bytes of the reply or failure, in parts."""
         try:
             done = work()
             return done if isinstance(done, Job) else self._encoded(Reply(number, done))
@@ -270,17 +273,17 @@ class Connection(asyncio.BufferedProtocol):
             _log.exception("request %d failed by a fault of the sidecar", number)
             return self._failed(number, KVPagerError("a fault of the sidecar, which its log tells of"))
 
-    def _encoded(self, frame: Frame) -> bytes:
-        return encode(frame, max_frame=self._service.max_frame)
+    def _encoded(self, frame: Frame) -> list[bytes]:
+        return encode_parts(frame, max_frame=self._service.max_frame)
 
-    def _failed(self, number: int, error: KVPagerError) -> bytes:
+    def _failed(self, number: int, error: KVPagerError) -> list[bytes]:
         self._service.counters.failures += 1
         return self._encoded(Failure(number, error))
 
     def _refuse(self, number: int, error: ProtocolError) -> None:
         """Say what is wrong with what came, and end the connection: nothing after it can be trusted."""
         self._service.counters.protocol_errors += 1
-        self._transport.write(self._encoded(Failure(number, error)))
+        self._transport.write(b"".join(self._encoded(Failure(number, error))))
         self.finish()
 
     def _steer(self) -> None:
@@ -319,7 +322,15 @@ class Connection(asyncio.BufferedProtocol):
         except RuntimeError:  # the loop is closed: the sidecar has ended, and nobody is left to reply to
             _undo(started.job, future)
 
+    def _instead(self, job: Job) -> None:
+        """A job is never begun: what it was to end is ended all the same."""
+        if job.instead is not None:
+            with suppress(RuntimeError):  # the threads are gone: the store is about to close
+                self._threads.working.submit(_quietly, job.instead)
+
     def _finish_job(self, started: _Started, future: Future[Any]) -> None:
+        if future.cancelled():
+            self._instead(started.job)
         self._running[started.job.waits] -= 1
         self._under_way.discard(started.id)
         self._bytes_under_way -= started.cost
@@ -329,7 +340,8 @@ class Connection(asyncio.BufferedProtocol):
         reply = self._attempt(started.id, lambda: started.job.finish(_result(future)))
         if isinstance(reply, Job):
             raise TypeError("a job ends in a reply")
-        self._transport.write(reply)
+        for part in reply:
+            self._transport.write(part)
         self._start_jobs(started.job.waits)
         if not self._turn_due:
             self._take_turn()
@@ -339,6 +351,15 @@ def _result(future: Future[Any]) -> Any:
     if future.cancelled():
         raise ServiceUnavailableError("the sidecar is being stopped")
     return future.result()
+
+
+def _quietly(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except ClosedError:
+        pass  # it ended with the store
+    except KVPagerError:
+        _log.exception("what a lost connection had asked for could not be ended")
 
 
 def _undo(job: Job, future: Future[Any]) -> None:

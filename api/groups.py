@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import select
 import socket
 import struct
@@ -28,6 +29,8 @@ from .claims import Claims, HeldHandles
 
 __all__ = ["UNNAMED", "Group", "Groups", "Peer", "peer_of"]
 
+_REMOTE: Final = b"tcp"
+"""Before the names of groups over TCP, which are longer so than any that local clients say."""
 UNNAMED: Final = bytes(16)
 """Client of a group that does not say which one it is; there may be several."""
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -113,12 +116,12 @@ class Group:
 
     Attributes:
         id: 16 bytes that its processes share.
-        uid: the user that they run as.
+        uid: the user that they run as; None for a client over TCP, whose group ends with its connection.
         members: its open connections, and which client of the group each is.
         ended: whether all its processes are gone; nothing is given to it any more.
     """
 
-    def __init__(self, group_id: bytes, uid: int) -> None:
+    def __init__(self, group_id: bytes, uid: int | None) -> None:
         self.id = group_id
         self.uid = uid
         self.members: dict[Member, bytes] = {}
@@ -238,9 +241,24 @@ class Groups:
             self._loop.add_reader(peer.pidfd, self._gone, group, name)
         return group
 
+    def attach_remote(self, group_id: bytes, client: bytes) -> Group:
+        """A group for one connection over TCP.
+
+        The one that the same client of the same group had before is ended: its connection is broken, whether
+        that is known here or not. Nobody else is of it, whatever they call themselves.
+        """
+        name = _REMOTE + group_id + (secrets.token_bytes(len(UNNAMED)) if client == UNNAMED else client)
+        before = self._groups.get(name)
+        if before is not None:
+            self._end(before)
+        group = self._groups[name] = Group(name, None)
+        return group
+
     def leave(self, group: Group, member: Member) -> None:
-        """A connection is closed. The group stays as long as it holds something."""
+        """A connection is closed. The group stays as long as it holds something, if it is of this machine."""
         group.members.pop(member, None)
+        if group.uid is None and not group.ended:
+            self._end(group)
         self.drop_if_idle(group)
 
     def drop_if_idle(self, group: Group) -> None:

@@ -21,6 +21,8 @@ __all__ = ["Amends", "Claimed", "Handles", "Holdings"]
 _FREE: Final = 0
 _RESERVED: Final = 1
 _COMMITTING: Final = 2
+_MOST_SLOTS: Final = 1 << 24
+"""Slots of any space."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,15 @@ class Holdings:
 
     Args:
         capacity: slots that it may have.
+        grows: whether that is not known: then there is room for the slots that it turns out to have.
 
     Attributes:
         leases: how many leases are held, those of one slot each counted.
         reservations: how many slots are reserved, or their commits not answered.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, grows: bool = False) -> None:
+        self._grows = grows
         self.leases = 0
         self.reservations = 0
         # Zeros that nobody touched take no memory.
@@ -103,6 +107,16 @@ class Holdings:
     def empty(self) -> bool:
         """Whether nothing is held."""
         return not self.leases and not self.reservations
+
+    def make_room(self, slots: Ids) -> None:
+        """The space has these slots. Of no effect where its capacity is known, or no space has so many."""
+        most = int(slots.max(initial=-1))
+        if not self._grows or not len(self._counts) <= most < _MOST_SLOTS:
+            return
+        more = max(most + 1, 2 * len(self._counts)) - len(self._counts)
+        self._counts = np.pad(self._counts, (0, more))
+        self._writing = np.pad(self._writing, (0, more))
+        self._generations = np.pad(self._generations, (0, more))
 
     def fits(self, handles: Handles) -> bool:
         """Whether there is a generation for each of these, and they are slots of the space."""

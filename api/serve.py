@@ -1,7 +1,8 @@
 """``kvpager serve``: the sidecar, one pool of host memory and a cold tier for every engine of this machine.
 
-It needs no GPU and holds none. SIGTERM and Ctrl-C stop it: outstanding commits are waited for and blocks are
-written to the cold tier, within --drain seconds; a second signal ends it at once.
+It needs no GPU and holds none. Clients of this machine come through the socket and map the memory; with
+--listen others come over TCP, and get copies. SIGTERM and Ctrl-C stop it: outstanding commits are waited for
+and blocks are written to the cold tier, within --drain seconds; a second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..tiers.errors import ConfigError
 from ..tiers.memory import format_bytes, memory_headroom
 from ..tiers.settings import MOST_BYTES, expect_integer, expect_seconds
 from .listening import default_socket_path
+from .remote_access import RemoteAccess, check_token, parse_address, read_token, server_tls
 from .sidecar import Sidecar
 
 __all__ = ["add_parser", "parse_bytes"]
@@ -36,6 +38,8 @@ _UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _HOST_SHARE: Final = 4
 _MOST_DRAIN: Final = 86400.0
 _MOST_UID: Final = (1 << 32) - 2
+_TOKEN: Final = "KVPAGER_TOKEN"
+"""The environment variable that holds the token where no file does."""
 
 
 def parse_bytes(setting: str, text: str) -> int:
@@ -89,6 +93,25 @@ def add_parser(commands: Any) -> None:
         help="another user who may connect; may be given several times",
     )
     parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        help="let clients in over TCP as well, who say the token (default: the socket alone)",
+    )
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help=f"what clients over TCP must say, in a file that only its owner can read (default: ${_TOKEN})",
+    )
+    parser.add_argument(
+        "--tls-cert", metavar="FILE", help="speak TLS over TCP: the certificate and its chain"
+    )
+    parser.add_argument("--tls-key", metavar="FILE", help="the certificate's key")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="speak plain TCP on an address that other machines reach: the network sees tokens and blocks",
+    )
+    parser.add_argument(
         "--drain",
         metavar="SECONDS",
         type=float,
@@ -109,6 +132,7 @@ def _run(options: argparse.Namespace) -> int:
     cold_bytes = None if options.cold_bytes is None else parse_bytes("--cold-bytes", options.cold_bytes)
     if cold_bytes is not None and options.cold is None:
         raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
+    remote = _remote_of(options)
     path = default_socket_path(make=True) if options.socket is None else options.socket
 
     def say(text: str) -> None:
@@ -123,7 +147,7 @@ def _run(options: argparse.Namespace) -> int:
         host = HostStore(host_bytes, cold=cold)
         stack.callback(host.close)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(host, path, uids, drain, say))
+            runner.run(_serve(host, path, uids, remote, drain, say))
         # Whoever still waits in a thread is woken by the store's end.
     say("stopped")
     return 0
@@ -137,11 +161,44 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
+    """Who may come in over TCP, if anybody may."""
+    if options.listen is None:
+        for name, given in (
+            ("--token-file", options.token_file),
+            ("--tls-cert", options.tls_cert),
+            ("--tls-key", options.tls_key),
+            ("--insecure", options.insecure or None),
+        ):
+            if given is not None:
+                raise ConfigError(name, "is for clients over TCP, and --listen names no address")
+        return None
+    host, port = parse_address("--listen", options.listen)
+    if options.token_file is not None:
+        token = read_token("--token-file", options.token_file)
+    elif os.environ.get(_TOKEN):
+        token = check_token(_TOKEN, os.environ[_TOKEN])
+    else:
+        raise ConfigError("--listen", f"needs a token that clients must say: --token-file or ${_TOKEN}")
+    tls = None
+    if options.tls_cert is not None and options.tls_key is not None:
+        tls = server_tls(options.tls_cert, options.tls_key)
+    elif options.tls_cert is not None or options.tls_key is not None:
+        missing = "--tls-cert" if options.tls_cert is None else "--tls-key"
+        raise ConfigError(missing, "a certificate and its key are given together")
+    return RemoteAccess(host, port, token, tls, options.insecure)
+
+
 async def _serve(
-    host: HostStore, path: str | os.PathLike[str], uids: list[int], drain: float, say: Callable[[str], None]
+    host: HostStore,
+    path: str | os.PathLike[str],
+    uids: list[int],
+    remote: RemoteAccess | None,
+    drain: float,
+    say: Callable[[str], None],
 ) -> None:
     loop = asyncio.get_running_loop()
-    sidecar = Sidecar(host, path, allow_uids=uids)
+    sidecar = Sidecar(host, path, allow_uids=uids, remote=remote)
     asked = asyncio.Event()
 
     def hear(number: signal.Signals) -> None:
@@ -155,7 +212,10 @@ async def _serve(
         loop.add_signal_handler(number, partial(hear, number))
     await sidecar.start()
     capacity = format_bytes(host.arena.capacity_bytes)
-    say(f"listening on {Path(path).absolute()}, {capacity} of host memory{_cold_words(host)}")
+    where = str(Path(path).absolute())
+    if remote is not None:
+        where += f" and on {remote.host}:{sidecar.port} ({'TLS' if remote.tls is not None else 'plain TCP'})"
+    say(f"listening on {where}, {capacity} of host memory{_cold_words(host)}")
     await asked.wait()
     if sidecar.reserved:
         say(f"waiting for commits of {sidecar.reserved} blocks")

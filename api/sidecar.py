@@ -1,7 +1,8 @@
 """The sidecar: one pool of host memory and its cold tier, served to the engines of a host over a Unix socket.
 
 It holds no CUDA context and needs no torch. Only metadata crosses the socket: a client gets the descriptor of
-the arena in the handshake, maps it, and reads and writes slots in place. `docs/protocol.md` says how.
+the arena in the handshake, maps it, and reads and writes slots in place. Clients over TCP get no descriptor:
+their blocks travel in the frames. `docs/protocol.md` says how.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from .connection import Connection, Limits, Threads
 from .groups import Group, Groups, peer_of
 from .listening import ListeningSocket
 from .messages import Event, Hello, Welcome
+from .remote_access import RemoteAccess
+from .remote_door import RemoteDoor
 from .wire import MAGIC, MAX_FRAME, VERSION, Failure, Frame, FrameReader, Notice, Reply, Request, encode
 
 __all__ = ["Sidecar"]
@@ -82,6 +85,7 @@ class Sidecar:
         max_frame: bytes of the largest frame.
         max_connections: clients at a time.
         limits: what one connection may have under way.
+        remote: where clients come in over TCP, and which; None: nowhere.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range.
@@ -96,6 +100,7 @@ class Sidecar:
         max_frame: int = MAX_FRAME,
         max_connections: int = 256,
         limits: Limits | None = None,
+        remote: RemoteAccess | None = None,
     ) -> None:
         self._host = expect_type("host", host, HostStore, "a HostStore")
         self._path = path
@@ -103,6 +108,10 @@ class Sidecar:
         max_frame = expect_integer("max_frame", max_frame, _LEAST_FRAME, (1 << 32) - 1)
         self._max_connections = expect_integer("max_connections", max_connections, 1)
         self._limits = limits or Limits()
+        self._remote = (
+            None if remote is None else expect_type("remote", remote, RemoteAccess, "a RemoteAccess")
+        )
+        self._door: RemoteDoor | None = None
         self._service = Service(host, max_frame)
         self.counters = self._service.counters
         self.boot_id = secrets.token_bytes(16)
@@ -133,6 +142,11 @@ class Sidecar:
         """Client groups that are attached."""
         return len(self._groups)
 
+    @property
+    def port(self) -> int | None:
+        """The TCP port that is listened on, or None."""
+        return None if self._door is None else self._door.port
+
     async def start(self) -> None:
         """Listen.
 
@@ -144,17 +158,24 @@ class Sidecar:
             raise ClosedError("a sidecar is started once")
         others = self._uids - {os.getuid()}
         self._loop = asyncio.get_running_loop()
-        self._unsubscribe = self._host.subscribe(self._hear)
-        try:
-            self._listening = ListeningSocket(self._path, 0o666 if others else 0o600)
-        except BaseException:
-            self._unsubscribe()
-            raise
         self._threads = Threads(
             ThreadPoolExecutor(_WAITING_THREADS, thread_name_prefix="kvpager-wait"),
             ThreadPoolExecutor(_WORKING_THREADS, thread_name_prefix="kvpager-work"),
         )
         self._groups = Groups(self._loop, self._give_back)
+        self._unsubscribe = self._host.subscribe(self._hear)
+        try:
+            self._listening = ListeningSocket(self._path, 0o666 if others else 0o600)
+            try:
+                if self._remote is not None:
+                    self._door = self._open_door(self._remote)
+            except BaseException:
+                self._listening.close()
+                self._listening = None
+                raise
+        except BaseException:
+            self._unsubscribe()
+            raise
         self._accept_on()
 
     async def close(self, drain: float = 0.0) -> int:
@@ -176,6 +197,8 @@ class Sidecar:
         self._ended = True
         self._service.draining = True
         self._accept_off()
+        if self._door is not None:
+            self._door.close()
         for greeting in tuple(self._greetings):
             greeting.cancel()
         left = 0
@@ -265,26 +288,58 @@ class Sidecar:
         except BaseException:
             connected.close()
             raise
-        connection = Connection(
-            self._service,
-            lambda made: self._answers(made, group, hello.client),
-            self._threads,
-            self._limits,
-            lambda made: self._forget(made, group),
-        )
-        self._connections.add(connection)
-        group.join(connection, hello.client)
+        connection = self._join(group, hello.client)
         try:
-            arena = self._host.arena
-            lengths = arena.capacity_bytes, arena.extent_bytes, self._service.max_frame
-            welcome = encode(Reply(number, Welcome(version, self.boot_id, *lengths)))
-            if socket.send_fds(connected, [welcome], [arena.fd]) != len(welcome):
+            welcome = self._welcome(number, version, self._host.arena.capacity_bytes)
+            if socket.send_fds(connected, [welcome], [self._host.arena.fd]) != len(welcome):
                 raise OSError(errno.EAGAIN, "the first reply did not fit the socket")
             await self._loop.connect_accepted_socket(lambda: connection, connected)
             self.counters.connections += 1
         except (OSError, ClosedError):  # the client is gone, or the store
             connected.close()
             self._forget(connection, group)
+
+    def _open_door(self, remote: RemoteAccess) -> RemoteDoor:
+        def admit(number: int, version: int, hello: Hello, transport: asyncio.Transport) -> None:
+            self._check_room(sum(one.remote for one in self._connections), remote.max_clients)
+            group = self._groups.attach_remote(hello.group, hello.client)
+            connection = self._join(group, hello.client)
+            # No descriptor goes this way: 0 bytes of arena.
+            transport.write(self._welcome(number, version, 0))
+            transport.set_protocol(connection)
+            connection.connection_made(transport)
+            transport.resume_reading()
+            self.counters.connections += 1
+
+        def refused() -> None:
+            self.counters.refused += 1
+
+        return RemoteDoor(remote, _HELLO_SECONDS, _MOST_HELLO, _hello_of, admit, refused)
+
+    def _check_room(self, clients: int, most: int) -> None:
+        if self._ended:
+            raise ServiceUnavailableError("the sidecar is being stopped")
+        if clients >= most:
+            raise ServiceUnavailableError(f"the sidecar has {most} clients, and takes no more")
+
+    def _join(self, group: Group, client: bytes) -> Connection:
+        """A connection of a group, which is not made yet."""
+        remote = group.uid is None
+        connection = Connection(
+            self._service,
+            lambda made: self._answers(made, group, client),
+            self._threads,
+            self._limits,
+            lambda made: self._forget(made, group),
+            remote=remote,
+        )
+        self._connections.add(connection)
+        group.join(connection, client)
+        return connection
+
+    def _welcome(self, number: int, version: int, arena_bytes: int) -> bytes:
+        lengths = arena_bytes, self._host.arena.extent_bytes, self._service.max_frame
+        return encode(Reply(number, Welcome(version, self.boot_id, *lengths)))
 
     async def _read_first(self, connected: socket.socket) -> Frame:
         head = await self._read_exactly(connected, _LENGTH.size)
@@ -304,12 +359,8 @@ class Sidecar:
         return data
 
     def _let_in(self, connected: socket.socket, accepted: float, hello: Hello) -> Group:
-        if self._ended:
-            raise ServiceUnavailableError("the sidecar is being stopped")
-        if len(self._connections) >= self._max_connections:
-            raise ServiceUnavailableError(
-                f"the sidecar has {self._max_connections} clients, and takes no more"
-            )
+        local = sum(not one.remote for one in self._connections)
+        self._check_room(local, self._max_connections)
         peer = peer_of(connected, accepted)
         if peer.uid not in self._uids:
             os.close(peer.pidfd)
@@ -332,6 +383,7 @@ class Sidecar:
     def _counts(self) -> dict[str, int]:
         return {
             "clients": len(self._connections),
+            "remote": sum(one.remote for one in self._connections),
             "groups": len(self._groups),
             "leased": self._groups.leased,
             "reserved": self._groups.reserved,

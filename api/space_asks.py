@@ -211,6 +211,7 @@ class SpaceAsks:
         self._core.release(self._space, Handles(lease.slots, lease.generations))
 
     def _check(self, handles: Handles) -> None:
+        self._space.held.make_room(handles.slots)
         if not self._space.held.fits(handles):
             raise ProtocolError("the sidecar names slots that the space does not have")
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import msgpack
+import numpy as np
 
 from ..tiers import errors
 from ..tiers.errors import KVPagerError, ProtocolError
@@ -32,6 +33,7 @@ __all__ = [
     "Reply",
     "Request",
     "encode",
+    "encode_parts",
 ]
 
 MAGIC: Final = "kvpager"
@@ -42,6 +44,11 @@ MAX_FRAME: Final = 64 << 20
 
 _LENGTH: Final = struct.Struct("<I")
 _REQUEST, _REPLY, _FAILURE, _NOTICE = range(4)
+_LONG: Final = 1 << 16
+"""Bytes from which msgpack has one form of header, and from which a copy costs more than what saves it."""
+_FIXARRAY: Final = 0x90
+"""And the length of a short array, in msgpack."""
+_BIN32: Final = struct.Struct(">BI")
 _MOST_IDS: Final = 1 << 63
 
 
@@ -85,6 +92,11 @@ def encode(frame: Frame, *, max_frame: int = MAX_FRAME) -> bytes:
     Raises:
         ProtocolError: it is longer than `max_frame`.
     """
+    return b"".join(encode_parts(frame, max_frame=max_frame))
+
+
+def encode_parts(frame: Frame, *, max_frame: int = MAX_FRAME) -> list[bytes]:
+    """The bytes of a frame, one after the other: long byte strings are not copied. Raises as `encode`."""
     body: tuple[int, int, int | str, list[Any]]
     if isinstance(frame, Failure):
         body = (_FAILURE, frame.id, *_named(frame.error))
@@ -93,10 +105,34 @@ def encode(frame: Frame, *, max_frame: int = MAX_FRAME) -> bytes:
     else:
         kind = _REQUEST if isinstance(frame, Request) else _REPLY
         body = (kind, frame.id, frame.message.TAG, fields_of(frame.message))
-    data: bytes = msgpack.packb(body, use_bin_type=True)
-    if len(data) > max_frame:
-        raise ProtocolError(f"a frame of {len(data)} bytes is longer than the {max_frame} that are taken")
-    return _LENGTH.pack(len(data)) + data
+    parts = _packed(body)
+    length = sum(map(len, parts))
+    if length > max_frame:
+        raise ProtocolError(f"a frame of {length} bytes is longer than the {max_frame} that are taken")
+    # What is short goes together, in one write.
+    together: list[bytes] = []
+    short = [_LENGTH.pack(length)]
+    for part in parts:
+        if len(part) < _LONG:
+            short.append(part)
+        else:
+            together += [b"".join(short), part]
+            short = []
+    return [*together, b"".join(short)] if short else together
+
+
+def _packed(body: tuple[int, int, int | str, list[Any]]) -> list[bytes]:
+    """msgpack of a frame, in parts: long byte strings are not copied into it."""
+    fields = body[3]
+    if not any(type(field) is bytes and len(field) >= _LONG for field in fields):
+        return [msgpack.packb(body, use_bin_type=True)]
+    parts = [bytes([_FIXARRAY + len(body)]), *map(msgpack.packb, body[:3]), bytes([_FIXARRAY + len(fields)])]
+    for field in fields:
+        if type(field) is bytes and len(field) >= _LONG:
+            parts += [_BIN32.pack(0xC6, len(field)), field]
+        else:
+            parts.append(msgpack.packb(field, use_bin_type=True))
+    return parts
 
 
 class FrameReader:
@@ -109,11 +145,29 @@ class FrameReader:
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
         self.max_frame = max_frame
         self._held = bytearray()
+        self._long: memoryview | None = None
+        """Place for a long frame that has not come whole; memory that nobody wrote to takes none."""
+        self._filled = 0
 
     @property
     def held(self) -> int:
         """Bytes of a frame that has not come whole."""
-        return len(self._held)
+        return len(self._held) if self._long is None else self._filled + _LENGTH.size
+
+    @property
+    def room(self) -> memoryview | None:
+        """In a long frame, where its next bytes are to be put, before `fill` is told; else None."""
+        return None if self._long is None else self._long[self._filled :]
+
+    def fill(self, count: int) -> list[Frame]:
+        """So many bytes were put into `room`: the frame, if that completes it. Raises as `feed`."""
+        if self._long is None or count > len(self._long) - self._filled:
+            raise TypeError("more was put than there is room for")
+        self._filled += count
+        if self._filled < len(self._long):
+            return []
+        body, self._long = self._long, None
+        return [_frame_of(body)]
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """The frames that `data` completes.
@@ -121,8 +175,14 @@ class FrameReader:
         Raises:
             ProtocolError: what came is no frame, or one that is too long; nothing after it can be made out.
         """
-        self._held += data
         frames: list[Frame] = []
+        room = self.room
+        if room is not None:
+            count = min(len(room), len(data))
+            room[:count] = data[:count]
+            frames = self.fill(count)
+            data = memoryview(data)[count:]
+        self._held += data
         start = 0
         try:
             while len(self._held) - start >= _LENGTH.size:
@@ -131,6 +191,12 @@ class FrameReader:
                     raise ProtocolError(f"a frame of {length} bytes, and {self.max_frame} are taken")
                 stop = start + _LENGTH.size + length
                 if len(self._held) < stop:
+                    if length >= _LONG:
+                        came = memoryview(self._held)[start + _LENGTH.size :]
+                        self._long, self._filled = np.empty(length, dtype=np.uint8).data, len(came)
+                        self._long[: len(came)] = came
+                        came.release()
+                        start = len(self._held)
                     break
                 body = bytes(memoryview(self._held)[start + _LENGTH.size : stop])
                 start = stop
@@ -140,7 +206,7 @@ class FrameReader:
         return frames
 
 
-def _frame_of(body: bytes) -> Frame:
+def _frame_of(body: bytes | memoryview) -> Frame:
     try:
         parts = msgpack.unpackb(body, raw=False, use_list=False, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:

@@ -1,7 +1,9 @@
 """The sidecar's round trips over its Unix socket, beside the same calls of a `HostStore` in one process.
 
 The sidecar runs in a process of its own; its clients are plain blocking sockets with `api/wire.py`, one a
-process, so that what is measured is the sidecar and not a client library.
+process, so that what is measured is the sidecar and not a client library. Last come whole blocks of 2 MiB,
+put and got by `kvpager.connect`: mapped, over TCP on the loopback device, and over TLS there; and what a bare
+TCP connection carries beside them.
 
     python benchmarks/sidecar.py [--seconds N] [--clients N] [--json FILE]
 """
@@ -12,6 +14,7 @@ import argparse
 import importlib.util
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,15 +25,24 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, Final
 
+import kvpager
 import numpy as np
+from kvpager.api.client import Connection
 from kvpager.api.messages import Abort, Commit, Evict, GetStats, Leased, Match, Release, Reserve, Reserved
 from kvpager.benchmarks.report import write_report
 from kvpager.kvstore.host import HostStore
+from kvpager.tests.certificates import Authority
 from kvpager.tests.raw_client import LAYOUT, RawClient, names
+from kvpager.tiers.layout import KVLayout
 
 RESIDENT: Final = 65_536
 """Blocks of the longest prefix: 1M tokens of 16."""
 ARENA_BYTES: Final = 384 << 20
+WIDE: Final = KVLayout(32, 8, 128)
+"""Blocks of 2 MiB."""
+BLOCKS: Final = 16
+"""Of these, put or got in one call."""
+TOKEN: Final = "a token for one benchmark"
 
 Row = dict[str, Any]
 
@@ -175,25 +187,116 @@ def several(path: Path, clients: int, seconds: float) -> Row:
     }
 
 
-def start(path: Path) -> subprocess.Popen[bytes]:
-    settings = "--quiet", "--socket", str(path), "--host-bytes", str(ARENA_BYTES)
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def whole_blocks(folder: Path, seconds: float) -> dict[str, Row]:
+    """Blocks of 2 MiB, put and got by each kind of client of one sidecar, GB/s."""
+    files = Authority(folder)
+    server = files.certificate()
+    rows: dict[str, Row] = {}
+    ports = {"TCP": free_port(), "TLS": free_port()}
+    urls = {"TCP": f"kvpager://127.0.0.1:{ports['TCP']}", "TLS": f"kvpagers://127.0.0.1:{ports['TLS']}"}
+    for name in ("mapped", "TCP", "TLS"):
+        path = folder / name
+        options = [] if name == "mapped" else ["--listen", f"127.0.0.1:{ports[name]}"]
+        if name == "TLS":
+            options += ["--tls-cert", str(server.certificate), "--tls-key", str(server.key)]
+        serve = start(path, *options)
+        try:
+            await_memory(path)
+            if name == "mapped":
+                client = kvpager.connect(path, timeout=10.0, strict=True)
+            else:
+                ca = files.path if name == "TLS" else None
+                client = kvpager.connect(urls[name], token=TOKEN, ca=ca, timeout=10.0, strict=True)
+            with client:
+                rows[name] = puts_and_gets(client, seconds)
+        finally:
+            serve.terminate()
+            serve.wait(30)
+    return rows
+
+
+def puts_and_gets(client: Connection, seconds: float) -> Row:
+    space = client.space(WIDE)
+    kv = np.random.default_rng(0).integers(0, 256, (BLOCKS, WIDE.block_bytes), dtype=np.uint8)
+    out = np.zeros_like(kv)
+    serial = 0
+
+    def put() -> None:
+        nonlocal serial
+        serial += BLOCKS
+        if space.put(names(serial, BLOCKS), kv, wait=1.0) != BLOCKS:
+            raise SystemExit("a put was refused")
+
+    def get() -> None:
+        if space.get(names(serial, BLOCKS), out) != BLOCKS:
+            raise SystemExit("a get missed")
+
+    rates = [kv.nbytes / spread(call, seconds)["median_us"] / 1e3 for call in (put, get)]
+    if not np.array_equal(out, kv):
+        raise SystemExit("other bytes came back")
+    return {"block_bytes": WIDE.block_bytes, "put_GB_s": rates[0], "get_GB_s": rates[1]}
+
+
+def bare_tcp(seconds: float) -> float:
+    """GB/s of one connection over the loopback device, sent in 2 MiB and thrown away."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        reader = multiprocessing.get_context("fork").Process(target=throw_away, args=(listening,))
+        reader.start()
+        data, sent = bytes(WIDE.block_bytes), 0
+        with socket.create_connection(listening.getsockname()) as sending:
+            began = time.perf_counter()
+            while time.perf_counter() < began + seconds:
+                sending.sendall(data)
+                sent += len(data)
+            sending.shutdown(socket.SHUT_WR)
+            sending.recv(1)
+            taken = time.perf_counter() - began
+        reader.join()
+    return sent / taken / 1e9
+
+
+def throw_away(listening: socket.socket) -> None:
+    connected, _ = listening.accept()
+    place = bytearray(1 << 20)
+    with connected:
+        while connected.recv_into(place):
+            pass
+
+
+def start(path: Path, *options: str) -> subprocess.Popen[bytes]:
+    settings = "--quiet", "--socket", str(path), "--host-bytes", str(ARENA_BYTES), *options
     return subprocess.Popen(
         [sys.executable, "-m", "kvpager.api.cli", "serve", *settings],
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        env={**os.environ, "PYTHONSAFEPATH": "1", "KVPAGER_TOKEN": TOKEN},
     )
 
 
-def fill(path: Path) -> None:
-    """Wait for the sidecar and its memory, and make the prefix resident."""
+def await_memory(path: Path) -> None:
+    """Wait for the sidecar and its memory."""
     until = time.monotonic() + 60
     while not path.exists():
         if time.monotonic() > until:
             raise SystemExit("the sidecar did not start")
         time.sleep(0.05)
     with RawClient(path) as client:
-        space = client.open()
         while client.call(GetStats()).values["arena"]["ready_bytes"] < ARENA_BYTES:
             time.sleep(0.05)
+
+
+def fill(path: Path) -> None:
+    """Wait for the sidecar and its memory, and make the prefix resident."""
+    await_memory(path)
+    with RawClient(path) as client:
+        space = client.open()
         found = client.call(Reserve(space, names(0, RESIDENT), 0.0), Reserved)
         if found.statuses.any():
             raise SystemExit("the arena is too small")
@@ -219,6 +322,8 @@ def main() -> None:
         finally:
             serve.terminate()
             serve.wait(30)
+        wide = whole_blocks(Path(folder), options.seconds)
+    bare = bare_tcp(options.seconds)
     for name, row in rows.items():
         beside = f"   in one process {alone[name]['median_us']:8.0f} us" if name in alone else ""
         print(f"{name:28} median {row['median_us']:8.0f} us  p99 {row['p99_us']:8.0f} us{beside}")
@@ -229,6 +334,10 @@ def main() -> None:
         )
     depth, rate = never_waiting["under_way"], never_waiting["calls_per_s"]
     print(f"one client, {depth} matches under way: {rate:.0f} calls/s")
+    for name, row in wide.items():
+        rates = f"put {row['put_GB_s']:.2f} GB/s, get {row['get_GB_s']:.2f} GB/s"
+        print(f"{BLOCKS} blocks of 2 MiB, {name:6}: {rates}")
+    print(f"bare TCP over the loopback device: {bare:.2f} GB/s")
     loop = "uvloop" if importlib.util.find_spec("uvloop") is not None else "asyncio"
     write_report(
         options.json,
@@ -238,6 +347,8 @@ def main() -> None:
             "one_process": alone,
             "clients": many,
             "pipelined": never_waiting,
+            "blocks": wide,
+            "bare_tcp_GB_s": bare,
         },
         "msgpack",
         "uvloop",

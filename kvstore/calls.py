@@ -153,6 +153,11 @@ class HostCalls(Protocol):
         """The GPU (``cuda:N``) that its memory is mapped for, or None."""
         ...
 
+    @property
+    def in_place(self) -> bool:
+        """Whether its memory is in this process; of a sidecar that is reached over TCP it is not."""
+        ...
+
     def space(self, layout: KVLayout, *, shard: str = "") -> SpaceCalls:
         """The space of a layout and shard; the same for equal ones."""
         ...

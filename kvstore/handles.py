@@ -27,6 +27,7 @@ __all__ = [
     "Reservation",
     "ReserveStatus",
     "SlotOwner",
+    "SlotViews",
     "first_generations",
 ]
 
@@ -42,12 +43,16 @@ def first_generations(capacity: int) -> Generations:
     return np.full(capacity, secrets.randbits(62) + 1, dtype=np.int64)
 
 
-class SlotOwner(Protocol):
-    """The space that granted a handle, as far as the handle needs it."""
+class SlotViews(Protocol):
+    """Whose blocks can be looked at, by slot."""
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""
         ...
+
+
+class SlotOwner(SlotViews, Protocol):
+    """The space that granted a handle, as far as the handle needs it."""
 
     def release(self, slots: Ids, generations: Generations) -> None:
         """End leases."""
@@ -89,7 +94,7 @@ class BlockViews(Sequence[npt.NDArray[np.uint8]]):
         writable: False for what is leased.
     """
 
-    def __init__(self, space: SlotOwner, slots: Ids, *, writable: bool) -> None:
+    def __init__(self, space: SlotViews, slots: Ids, *, writable: bool) -> None:
         self._space = space
         self._slots = slots
         self._writable = writable
@@ -217,7 +222,7 @@ class Reservation:
             ClosedError: the store is closed.
             StaleHandleError: a slot was granted again since; the others are committed all the same.
         """
-        chosen = self._take(positions)
+        chosen = self.take(positions)
         self.space.commit(self.slots[chosen], self.generations[chosen], in_cold=in_cold)
 
     def abort(self, positions: npt.NDArray[np.int64] | None = None) -> None:
@@ -228,11 +233,11 @@ class Reservation:
             ClosedError: the store is closed.
             StaleHandleError: a slot was granted again since; the others are freed all the same.
         """
-        chosen = self._take(positions)
+        chosen = self.take(positions)
         self.space.abort(self.slots[chosen], self.generations[chosen])
 
-    def _take(self, positions: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
-        """The positions among these that are still open; they no longer are."""
+    def take(self, positions: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+        """The positions among these (default: all) that are still open; they no longer are."""
         if positions is None:
             chosen = np.flatnonzero(self._open)
         else:

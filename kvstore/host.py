@@ -106,6 +106,11 @@ class HostStore:
             )
             self._cleaner.start()
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the memory is in this process: it is."""
+        return True
+
     def space(self, layout: KVLayout, *, shard: str = "") -> HostSpace:
         """Open the space of `layout` and `shard`; the same object for equal ones.
 

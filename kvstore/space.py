@@ -233,6 +233,14 @@ class HostSpace(SlotSpace):
             generations = np.where(status <= _PRESENT, records.generations[slots], 0)
         return Reservation(self, hashes, status, slots, generations)
 
+    def reserved(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], Ids, Generations]:
+        """Which of these are being written: int64 [n] positions, each hash once; slots and generations."""
+        with self._shared.lock():
+            pending = self._records.pending
+            found = {name: at for at, name in enumerate(hashes) if name in pending} if pending else {}
+            slots = np.fromiter((pending[name] for name in found), np.int32, len(found))
+            return np.fromiter(found.values(), np.int64, len(found)), slots, self._records.generations[slots]
+
     def commit(self, slots: Ids, generations: Generations, *, in_cold: bool = False) -> None:
         """Reserved slots are written: name them, let them be found.
 

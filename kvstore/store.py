@@ -127,6 +127,12 @@ class TieredStore:
                 ("space", "subscribe", "flush", "close"),
                 "a HostStore, a connection to a sidecar (kvpager.connect), or None",
             )
+            if not host.in_place:
+                raise ConfigError(
+                    "host",
+                    "attention reads host memory where it lies, and a sidecar that is reached over TCP "
+                    "passes none: connect to one of this machine (unix:///path)",
+                )
             if device != "cpu" and host.device is None:
                 raise ConfigError("host", f"its memory is not mapped for {device}")
         if mover is not None:

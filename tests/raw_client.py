@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -63,8 +64,9 @@ def hello(
     magic: str = MAGIC,
     newest: int = 1,
     oldest: int = 1,
+    token: str = "",
 ) -> Hello:
-    return Hello(magic, newest, oldest, group, os.getpid(), "", "test", client)
+    return Hello(magic, newest, oldest, group, os.getpid(), token, "test", client)
 
 
 def open_space(layout: KVLayout = LAYOUT, shard: str = "", tenant: str = "") -> OpenSpace:
@@ -84,15 +86,28 @@ def open_space(layout: KVLayout = LAYOUT, shard: str = "", tenant: str = "") -> 
 
 
 class RawClient:
-    """A blocking connection; `descriptor` is the arena's."""
+    """A blocking connection; `descriptor` is the arena's.
+
+    `where` is a Unix socket's path, or a port of this machine; `token` and `tls` are for the latter.
+    """
 
     def __init__(
-        self, path: str | Path, group: bytes = b"g" * 16, client: bytes = bytes(16), *, greet: bool = True
+        self,
+        where: str | Path | int,
+        group: bytes = b"g" * 16,
+        client: bytes = bytes(16),
+        *,
+        greet: bool = True,
+        token: str = "",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._local = not isinstance(where, int)
+        self.socket = socket.socket(socket.AF_UNIX if self._local else socket.AF_INET, socket.SOCK_STREAM)
         self.socket.settimeout(30)
         try:
-            self.socket.connect(str(path))
+            self.socket.connect(("127.0.0.1", where) if isinstance(where, int) else str(where))
+            if tls is not None:
+                self.socket = tls.wrap_socket(self.socket, server_hostname="localhost")
         except OSError:
             self.socket.close()
             raise
@@ -102,7 +117,7 @@ class RawClient:
         self.descriptor: int | None = None
         if greet:
             try:
-                self.welcome = self.greet(hello(group, client))
+                self.welcome = self.greet(hello(group, client, token=token))
             except BaseException:
                 self.close()
                 raise
@@ -110,10 +125,11 @@ class RawClient:
     def greet(self, message: Message) -> Welcome:
         """The handshake; takes the descriptor that comes with the reply."""
         self.socket.sendall(encode(Request(7, message)))
-        data, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 16, 4)
-        self._frames += self._reader.feed(data)
-        if descriptors:
-            (self.descriptor,) = descriptors
+        if self._local:
+            data, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 16, 4)
+            self._frames += self._reader.feed(data)
+            if descriptors:
+                (self.descriptor,) = descriptors
         frame = self.receive()
         if isinstance(frame, Failure):
             raise frame.error
@@ -196,6 +212,13 @@ class Running:
             self._stop()
             raise
         return self
+
+    @property
+    def port(self) -> int:
+        """The TCP port, of a sidecar that has one."""
+        port = self.sidecar.port
+        assert port is not None
+        return port
 
     def stop(self, drain: float = 0.0) -> int:
         return asyncio.run_coroutine_threadsafe(self.sidecar.close(drain), self.loop).result(60)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from kvpager.api import answers, listening, sidecar, wire
+from kvpager.api import answers, listening, remote_access, sidecar, wire
 from kvpager.api.connection import Limits
 from kvpager.api.messages import MOST_HASHES, Flags, Hashes, Message, Statuses
+from kvpager.api.remote_access import RemoteAccess
 from kvpager.kvstore.handles import Generations, ReserveStatus
 from kvpager.kvstore.policy import Ids
 from kvpager.tests.wire_frames import MESSAGES
@@ -63,6 +64,8 @@ def test_numbers_are_as_they_are_written() -> None:
     assert f"longer than {answers._MOST_WAIT:g} seconds" in PAGE
     assert f"within {sidecar._HELLO_SECONDS:g} seconds" in PAGE
     assert f"{sidecar._MOST_HELLO:,} bytes long at most" in PAGE
+    assert f"takes {RemoteAccess('127.0.0.1', 0, 't' * 16).max_clients} clients at a time over TCP" in PAGE
+    assert f"for {remote_access._BROKEN_SECONDS} seconds, ends" in PAGE
     assert f"kvpager/{listening._SOCKET_NAME}" in PAGE
     assert f"{MOST_HASHES:,} of them at most" in PAGE
     kinds = wire._REQUEST, wire._REPLY, wire._FAILURE, wire._NOTICE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import kvpager
 import pytest
 from kvpager.api.client import connect
+from kvpager.api.serve import add_parser
 from kvpager.engine import LLM, Completion, SamplingParams
 from kvpager.engine.sequence import FinishReason
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
@@ -72,6 +74,15 @@ def test_calls_are_as_they_are_written(of: type, names: tuple[str, ...]) -> None
         assert written in CODE or any(
             one.endswith(", ...)") and written.startswith(one.removesuffix("...)")) for one in CODE
         ), written
+
+
+def test_every_option_of_the_sidecar_is_there_and_no_other() -> None:
+    commands = argparse.ArgumentParser().add_subparsers()
+    add_parser(commands)
+    options = {name for one in commands.choices["serve"]._actions for name in one.option_strings}
+    part = PAGE.partition("## `kvpager serve`")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`--.*?) \|", part, flags=re.MULTILINE)
+    assert set(re.findall(r"--[\w-]+", " ".join(rows))) == options - {"-h", "--help"}
 
 
 def test_every_name_that_kvpager_hands_on_is_there() -> None:

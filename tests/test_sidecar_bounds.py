@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import random
-import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 from kvpager.api.connection import Limits
 from kvpager.api.messages import (
-    Abort,
     Commit,
     Count,
     Done,
     Event,
     Evict,
-    Flush,
-    Get,
     GetNote,
     GetStats,
     Leased,
-    LeaseSlots,
-    Load,
-    Marks,
     Match,
-    Pin,
-    Put,
-    PutNote,
-    Reassert,
     Release,
     Reserve,
     Reserved,
@@ -52,7 +37,6 @@ from kvpager.tests.raw_client import (
     counts,
     hello,
     names,
-    open_space,
     store,
 )
 from kvpager.tiers.cold_disk import DiskColdTier
@@ -287,88 +271,3 @@ def test_what_is_no_request_ends_that_connection_with_a_reason(
             wrong.receive()
     assert client.open() == 0
     assert counts(client)["protocol_errors"] == 1
-
-
-def mutated(frame: bytes, chance: random.Random) -> bytes:
-    """A frame of which now and then bytes are others, lost, doubled or added."""
-    changed = bytearray(frame)
-    for _ in range(chance.choice((0, 0, 1, 1, 4))):
-        at = chance.randrange(len(changed))
-        some = chance.randrange(1, 9)
-        how = chance.randrange(4)
-        if how == 0:
-            changed[at] = chance.randrange(256)
-        elif how == 1 and len(changed) > 16:
-            del changed[at : at + some]
-        elif how == 2:
-            changed[at:at] = changed[at : at + some]
-        else:
-            changed[at:at] = chance.randbytes(some)
-    return bytes(changed)
-
-
-def fuzz(running: Running, client: RawClient, frames: int, first: int = 1 << 40) -> None:
-    """Frames with bytes changed, lost, doubled and swapped, and requests with arguments of any kind."""
-    chance = random.Random(4)
-    client.open()
-    kept = store(client, 0, first, 32)
-    leased = client.call(Match(0, names(first, 32), 0.0), Leased)
-    requests = [
-        open_space(),
-        Match(0, names(0, 3), 0.0),
-        Load(0, names(0, 3), 0.0),
-        LeaseSlots(0, leased.slots, leased.generations),
-        Release(0, leased.slots, leased.generations),
-        Reserve(0, names(0, 3), 0.0),
-        Commit(0, kept.slots, kept.generations),
-        Abort(0, kept.slots, kept.generations),
-        Evict(0, 3),
-        Get(0, names(0, 3)),
-        Put(0, names(0, 1), bytes(SIZE), 0.0),
-        PutNote(0, b"a", b"b", 0.0),
-        Subscribe(True),
-        GetStats(),
-        Flush(0.0),
-        Pin(0, names(0, 1)),
-        Reassert(0, leased.slots, leased.generations, np.ones(32, np.int32)),
-    ]
-    done = 0
-    while done < frames:
-        with RawClient(running.path, OTHER) as hostile:
-            hostile.socket.settimeout(20)
-            hostile.open()
-            try:
-                while True:
-                    done += 1
-                    body = mutated(
-                        encode(Request(chance.randrange(1 << 16), chance.choice(requests)))[4:], chance
-                    )
-                    hostile.socket.sendall(struct.pack("<I", len(body)) + body)
-                    while isinstance(hostile.receive(), Notice):
-                        pass
-            except (EOFError, ConnectionResetError, BrokenPipeError):
-                pass  # refused
-        with RawClient(running.path, OTHER) as hostile, suppress(ConnectionResetError, BrokenPipeError):
-            done += 1
-            hostile.socket.sendall(mutated(encode(Request(1, chance.choice(requests))) * 3, chance))
-            hostile.socket.shutdown(socket.SHUT_WR)
-            while hostile.socket.recv(1 << 16):
-                pass
-    # Nobody else noticed.
-    assert client.call(LeaseSlots(0, kept.slots, kept.generations), Marks).flags.all()
-    client.call(Release(0, kept.slots, kept.generations), Done)
-    client.call(Release(0, leased.slots, leased.generations), Done)
-    running.host.check_integrity()
-
-
-def test_mutated_frames_harm_nobody(running: Running, client: RawClient) -> None:
-    fuzz(running, client, 2_000)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-def test_very_many_mutated_frames_harm_nobody_and_nothing_grows(running: Running, client: RawClient) -> None:
-    fuzz(running, client, 5_000)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    fuzz(running, client, 100_000, 1 << 41)
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2

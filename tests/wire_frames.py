@@ -33,6 +33,7 @@ MESSAGES: tuple[type[Message], ...] = tuple(
     )
 )
 """Every message, by its tag."""
+_LATER_ERRORS = ("NotInPlaceError", "TLSError")
 
 
 def error_of_each_class() -> list[KVPagerError]:
@@ -91,7 +92,9 @@ def frames() -> dict[str, Frame]:
         "flush": Request(19, m.Flush(30.0)),
         "reassert": Request(20, m.Reassert(0, slots, generations, np.array([1, 2, 0], np.int32))),
     }
-    for number, error in enumerate(error_of_each_class()):
+    # What was recorded keeps its id: errors that came later are last.
+    by_age = sorted(error_of_each_class(), key=lambda error: type(error).__name__ in _LATER_ERRORS)
+    for number, error in enumerate(by_age):
         made[f"failure {type(error).__name__}"] = Failure(100 + number, error)
     return made
 

@@ -42,12 +42,14 @@ __all__ = [
     "LayoutError",
     "MemoryUnavailableError",
     "ModelError",
+    "NotInPlaceError",
     "ProtocolError",
     "RecordError",
     "RequestError",
     "ServiceError",
     "ServiceUnavailableError",
     "StaleHandleError",
+    "TLSError",
 ]
 
 
@@ -121,6 +123,14 @@ class AccessDeniedError(ServiceError):
 
 class ProtocolError(ServiceError):
     """Bytes that are no frame of the wire protocol, or a version of it that is not spoken."""
+
+
+class TLSError(ServiceError):
+    """TLS with the sidecar did not come about: a certificate is not trusted, or one side speaks no TLS."""
+
+
+class NotInPlaceError(ServiceError):
+    """The sidecar was reached over TCP: its memory is not in this process, and blocks are copies."""
 
 
 class KernelError(KVPagerError):
