@@ -1,8 +1,8 @@
 """What outlived a sidecar that was killed: client groups whose processes live, and what these hold.
 
 All of it is settled before the next sidecar lets anybody in. What a group holds whose processes are all gone
-is given back; what nobody holds is free. The rest stays as it was, until its clients say again what they hold,
-or are gone.
+is given back; what nobody holds is free. The rest stays as it was, until its clients say again what they
+hold, or are gone.
 """
 
 from __future__ import annotations

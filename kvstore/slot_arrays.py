@@ -1,4 +1,4 @@
-"""What the records of one space's slots are made of: arrays in this process's memory, or an arena's records."""
+"""What the records of one space's slots are made of: arrays in this process, or in the file of an arena."""
 
 from __future__ import annotations
 

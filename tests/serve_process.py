@@ -11,16 +11,19 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["ServeProcess"]
+from kvpager.tiers.arena_file import default_arena_path
+
+__all__ = ["ServeProcess", "remove_arena"]
 
 _START_SECONDS = 60.0
 
 
 class ServeProcess:
-    """``kvpager serve`` on a socket, until the end of a ``with``."""
+    """``kvpager serve`` on a socket, until the end of a ``with``, when its arena goes too."""
 
     def __init__(self, path: Path, *options: str, host_bytes: int = 8 << 20) -> None:
         self.path = path
+        self.arena = Path(default_arena_path(str(path)))
         self._options = [f"--host-bytes={host_bytes}", "--quiet", *options]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -65,7 +68,14 @@ class ServeProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
+        remove_arena(self.arena)
 
     def _listens(self) -> bool:
         with socket.socket(socket.AF_UNIX) as trial:
             return trial.connect_ex(str(self.path)) == 0
+
+
+def remove_arena(path: Path) -> None:
+    """What a killed sidecar left for the next one, of which there is none."""
+    for name in (path, Path(f"{path}.records")):
+        name.unlink(missing_ok=True)

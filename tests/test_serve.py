@@ -15,6 +15,8 @@ from kvpager.api.cli import main
 from kvpager.api.messages import Commit, Leased, Load, Match, Put, Reserve
 from kvpager.api.serve import parse_bytes
 from kvpager.tests.raw_client import LAYOUT, RawClient, names, store
+from kvpager.tests.serve_process import remove_arena
+from kvpager.tiers.arena_file import default_arena_path
 from kvpager.tiers.errors import ConfigError, ServiceUnavailableError
 
 SIZE = LAYOUT.block_bytes
@@ -67,6 +69,7 @@ def started(path: Path) -> Iterator[list[Serve]]:
     for one in made:
         one.process.kill()
         one.process.communicate()
+    remove_arena(Path(default_arena_path(str(path))))
 
 
 @pytest.mark.parametrize(

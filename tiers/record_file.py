@@ -37,7 +37,7 @@ _PAGE: Final = mmap.PAGESIZE
 _MAGIC: Final = b"kvpager records\n"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<16sIIQQQQ16sQ")
-"""Magic, version, CRC with zeros here, device, inode, bytes of the arena and of an extent, boot, namespace."""
+"""Magic, version, CRC with zeros here, device, inode, bytes of arena and extent, boot, pid namespace."""
 _PLACE: Final = np.dtype([("kind", "<u4"), ("crc", "<u4"), ("offset", "<u8"), ("nbytes", "<u8")])
 """An entry of the table: which section lies where; the kind, 0 for none, is written last."""
 _MOST_SECTIONS: Final = 4096
