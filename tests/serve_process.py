@@ -27,9 +27,14 @@ class ServeProcess:
         self._options = [f"--host-bytes={host_bytes}", "--quiet", *options]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Returns when it listens."""
-        command = [sys.executable, "-m", "kvpager.api.cli", "serve", f"--socket={self.path}", *self._options]
+    def start(self, *more: str) -> None:
+        """Returns when it listens.
+
+        Args:
+            more: options of this start alone.
+        """
+        serve = [sys.executable, "-m", "kvpager.api.cli", "serve", f"--socket={self.path}"]
+        command = [*serve, *self._options, *more]
         self._process = process = subprocess.Popen(command, env={**os.environ, "PYTHONSAFEPATH": "1"})
         until = time.monotonic() + _START_SECONDS
         while not self._listens():

@@ -186,17 +186,14 @@ def test_a_file_that_others_may_open_is_refused(path: Path, tmp_path: Path) -> N
 
 def test_an_arena_of_another_size_is_refused_and_stays(path: Path) -> None:
     filled(path)
-    for settings, said in (
-        (
-            {"host_bytes": 8 * MIB, "extent_bytes": MIB},
-            r"host_bytes: .* is an arena of 4.0 MiB, not of 8.0 MiB",
-        ),
-        ({"host_bytes": 4 * MIB, "extent_bytes": 2 * MIB}, "extent_bytes: .*an arena of 1.0 MiB, not of 2.0"),
+    for host_bytes, extent, said in (
+        (8 * MIB, MIB, r"host_bytes: .* is an arena of 4.0 MiB, not of 8.0 MiB"),
+        (4 * MIB, 2 * MIB, r"extent_bytes: .*an arena of 1.0 MiB, not of 2.0"),
     ):
         file = ArenaFile(path)
         assert file.nbytes == 4 * MIB
         with pytest.raises(ConfigError, match=said):
-            HostStore(arena=file, **settings)
+            HostStore(host_bytes, extent_bytes=extent, arena=file)
         file.close()
         file.close()
     assert found(path) == 8
