@@ -35,7 +35,7 @@ from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.host import HostStore
 from kvpager.tests.crash_workers import KEPT, NEVER, Holder, Killable, Worker, block_of, name_of, read, write
 from kvpager.tests.raw_client import LAYOUT, RawClient, await_true, counts, names, store
-from kvpager.tests.serve_process import remove_arena
+from kvpager.tests.serve_process import ServeProcess, remove_arena
 from kvpager.tiers.arena_file import ArenaFile, find_arenas
 from kvpager.tiers.errors import ServiceUnavailableError, StaleHandleError
 
@@ -364,50 +364,50 @@ def test_two_sidecars_do_not_share_an_arena(
 
 
 def test_damaged_records_are_not_believed_and_their_slots_wait_for_who_had_them(
-    sidecar: Killable, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sidecar.start()
     base = 0x5EED_FACE_5EED_FACE_00
-    with RawClient(sidecar.path, b"v" * 16) as client:
-        kept = store(client, client.open(), base, 8)
-    with Holder(sidecar.path, b"r" * 16, names(base, 4), ()) as reader:
-        sidecar.kill()
-        records = Path(f"{sidecar.arena}.records")
-        data = bytearray(records.read_bytes())
-        for name in names(base + 1, 1) + names(base + 5, 1):
-            at = data.index(name)
-            assert data.count(name) == 1
-            data[at] ^= 0x40
-        with records.open("r+b") as file:
-            file.write(data)
-        sidecar.start()
+    with ServeProcess(tmp_path / "socket", host_bytes=HOST) as sidecar:
         with RawClient(sidecar.path, b"v" * 16) as client:
-            space = client.open()
-            host = client.call(GetStats(), Stats).values["host"]
-            assert (host["adopted"], host["damaged"]) == (6, 2)
-            assert counts(client)["leased"] == 3
-            assert len(client.call(Match(space, names(base, 8), 0.0), Leased).slots) == 1
-            bad = kept.slots[[1, 5]]
-            client.call(Release(space, kept.slots[:1], kept.generations[:1]), Done)
-            assert client.call(Evict(space, 99), Count).count == 3
+            kept = store(client, client.open(), base, 8)
+        with Holder(sidecar.path, b"r" * 16, names(base, 4), ()) as reader:
+            sidecar.kill()
+            records = Path(f"{sidecar.arena}.records")
+            data = bytearray(records.read_bytes())
+            for name in names(base + 1, 1) + names(base + 5, 1):
+                at = data.index(name)
+                assert data.count(name) == 1
+                data[at] ^= 0x40
+            with records.open("r+b") as file:
+                file.write(data)
+            sidecar.start()
+            with RawClient(sidecar.path, b"v" * 16) as client:
+                space = client.open()
+                host = client.call(GetStats(), Stats).values["host"]
+                assert (host["adopted"], host["damaged"]) == (6, 2)
+                assert counts(client)["leased"] == 3
+                assert len(client.call(Match(space, names(base, 8), 0.0), Leased).slots) == 1
+                bad = kept.slots[[1, 5]]
+                client.call(Release(space, kept.slots[:1], kept.generations[:1]), Done)
+                assert client.call(Evict(space, 99), Count).count == 3
 
-            def granted() -> set[int]:
-                """Slots that are granted where all are asked for."""
-                got = client.call(Reserve(space, names(100, HOST // LAYOUT.block_bytes), 0.0), Reserved)
-                new = got.statuses == NEW
-                client.call(Abort(space, got.slots[new], got.generations[new]), Done)
-                return set(got.slots[new].tolist())
+                def granted() -> set[int]:
+                    """Slots that are granted where all are asked for."""
+                    got = client.call(Reserve(space, names(100, HOST // LAYOUT.block_bytes), 0.0), Reserved)
+                    new = got.statuses == NEW
+                    client.call(Abort(space, got.slots[new], got.generations[new]), Done)
+                    return set(got.slots[new].tolist())
 
-            await_true(lambda: ready(client) == HOST)
-            held = {*bad.tolist(), *reader.leased.slots.tolist()}
-            assert len(granted()) == HOST // LAYOUT.block_bytes - len(held)
-            assert not granted() & held
-            reader.kill()
-            await_true(lambda: len(granted()) == HOST // LAYOUT.block_bytes)
-    errors = capfd.readouterr().err
-    assert "2 records of a space of KVLayout(" in errors
-    assert "2 slots have damaged records; they are free when 1 processes are gone" in errors
-    assert "2 slots that had damaged records are free" in errors
+                await_true(lambda: ready(client) == HOST)
+                held = {*bad.tolist(), *reader.leased.slots.tolist()}
+                assert len(granted()) == HOST // LAYOUT.block_bytes - len(held)
+                assert not granted() & held
+                reader.kill()
+                await_true(lambda: len(granted()) == HOST // LAYOUT.block_bytes)
+        errors = capfd.readouterr().err
+        assert "2 records of a space of KVLayout(" in errors
+        assert "2 slots have damaged records; they are free when 1 processes are gone" in errors
+        assert "2 slots that had damaged records are free" in errors
 
 
 def test_a_stopped_sidecar_leaves_its_arena_if_it_is_asked_to(sidecar: Killable) -> None:
