@@ -27,7 +27,7 @@ from typing import Any, Final
 from ..kvstore.host import HostStore
 from ..tiers.arena_file import ArenaFile, default_arena_path
 from ..tiers.cold_url import open_cold_tier
-from ..tiers.errors import ConfigError
+from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.memory import format_bytes, memory_headroom
 from ..tiers.settings import MOST_BYTES, expect_integer, expect_seconds
 from .listening import default_socket_path, refuse_if_taken
@@ -210,7 +210,10 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
             loop.add_signal_handler(number, partial(hear, number))
-    await sidecar.start()
+    try:
+        await sidecar.start()
+    except IntegrityError as error:
+        raise ConfigError("--arena", f"{error}; --fresh gives up what it holds") from error
     capacity = format_bytes(host.arena.capacity_bytes)
     say(f"listening on {Path(path).absolute()}, {capacity} of host memory{_cold_words(host)}")
     await asked.wait()

@@ -256,9 +256,11 @@ class HostStore:
         self._flusher.shutdown()
         if self._cleaner is not None:
             self._cleaner.join()
-        self._shared.close()
-        if self._file is not None:
-            self._file.close()
+        try:
+            self._shared.close()
+        finally:
+            if self._file is not None:
+                self._file.close()
 
     def check_integrity(self) -> None:
         """Prove that every extent and slot has one owner and every index agrees with its slots.

@@ -253,3 +253,32 @@ def test_an_arena_without_an_arena_file_can_have_extents_taken(tmp_path: Path) -
         assert [arena.take_extent() for _ in range(3)] == [0, 2, None]
         arena.give_extent(3)
         assert arena.take_extent() == 3
+
+
+def test_who_removes_its_files_late_leaves_those_of_the_next(path: Path) -> None:
+    first = ArenaFile(path)
+    with HostStore(4 * MIB, extent_bytes=MIB, arena=first):
+        first.remove()
+        second = ArenaFile(path, keep=True)
+        with HostStore(4 * MIB, extent_bytes=MIB, arena=second) as host:
+            assert host.space(LAYOUT, shard="pp1").put(names(0, 8), BLOCKS, wait=30.0) == 8
+    assert found(path) == 8
+
+
+def test_an_arena_that_was_being_removed_is_made_anew(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filled(path)
+    Path(f"{path}.records").rename(f"{path}.records.old")
+    assert found(path) == 0
+    assert "is not taken over, a new one is made: its records cannot be read" in caplog.text
+    assert sorted(one.name for one in path.parent.iterdir()) == ["arena", "arena.records"]
+
+
+def test_one_that_cannot_be_replaced_stays_as_it_is(path: Path) -> None:
+    filled(path)
+    Path(f"{path}.records.new").mkdir()
+    file = ArenaFile(path, fresh=True)
+    with pytest.raises(MemoryUnavailableError, match="records"):
+        HostStore(4 * MIB, extent_bytes=MIB, arena=file)
+    file.close()
+    Path(f"{path}.records.new").rmdir()
+    assert found(path) == 8

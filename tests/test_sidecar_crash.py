@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from kvpager.api.cli import main
 from kvpager.api.client import connect
+from kvpager.api.group_book import ClaimArrays, GroupBook, claims_in
 from kvpager.api.messages import (
     Abort,
     Commit,
@@ -38,6 +39,7 @@ from kvpager.tests.raw_client import LAYOUT, RawClient, await_true, counts, name
 from kvpager.tests.serve_process import ServeProcess, remove_arena
 from kvpager.tiers.arena_file import ArenaFile, find_arenas
 from kvpager.tiers.errors import ServiceUnavailableError, StaleHandleError
+from kvpager.tiers.record_file import RecordFile, SectionKind
 
 MIB = 1 << 20
 HOST = 32 * MIB
@@ -408,6 +410,69 @@ def test_damaged_records_are_not_believed_and_their_slots_wait_for_who_had_them(
         assert "2 records of a space of KVLayout(" in errors
         assert "2 slots have damaged records; they are free when 1 processes are gone" in errors
         assert "2 slots that had damaged records are free" in errors
+
+
+def test_who_claims_what_its_slots_do_not_say_keeps_others_from_it_until_it_is_gone(
+    sidecar: Killable,
+) -> None:
+    sidecar.start()
+    with RawClient(sidecar.path, b"v" * 16) as client:
+        kept = store(client, client.open(), 0, 8)
+        capacity = HOST // LAYOUT.block_bytes
+    with Holder(sidecar.path, b"r" * 16, names(0, 2), names(20, 2)) as holder:
+        sidecar.kill()
+        records = RecordFile.read(f"{sidecar.arena}.records")
+        sections = records.sections(SectionKind.CLAIMS)
+        (section,) = [one for one in sections if claims_in(one).group == b"r" * 16]
+        claims = ClaimArrays.recorded(section, capacity)
+        free = int(holder.reserved.slots.max()) + 1
+        # A lease of a free slot, and of one that is being written; a reservation of one that is committed.
+        claims.leases[[free, holder.reserved.slots[0]]] = 1
+        claims.reserved[kept.slots[5]] = True
+        records.close()
+        wrong = {free, int(holder.reserved.slots[0]), int(kept.slots[5])}
+        sidecar.start()
+        with RawClient(sidecar.path, b"v" * 16) as client:
+            space = client.open()
+            assert (counts(client)["leased"], counts(client)["reserved"]) == (2, 1)
+            assert client.call(GetStats(), Stats).values["host"]["damaged"] == 3
+            found = client.call(Match(space, names(0, 8), 0.0), Leased)
+            assert found.slots.tolist() == kept.slots[:5].tolist()
+            client.call(Release(space, found.slots, found.generations), Done)
+            await_true(lambda: ready(client) == HOST)
+            client.call(Evict(space, 99), Count)
+
+            def granted() -> set[int]:
+                got = client.call(Reserve(space, names(100, capacity), 0.0), Reserved)
+                new = got.statuses == NEW
+                client.call(Abort(space, got.slots[new], got.generations[new]), Done)
+                return set(got.slots[new].tolist())
+
+            held = {*holder.leased.slots.tolist(), int(holder.reserved.slots[1])}
+            assert set(range(capacity)) - granted() == wrong | held
+            holder.kill()
+            await_true(lambda: len(granted()) == capacity)
+    sidecar.kill()
+    check_arena(sidecar.arena)
+
+
+def test_an_arena_that_does_not_say_who_is_to_be_waited_for_is_refused(
+    sidecar: Killable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sidecar.start()
+    with RawClient(sidecar.path) as client:
+        store(client, client.open(), 0, 2)
+        sidecar.kill()
+    records = RecordFile.read(f"{sidecar.arena}.records")
+    (section,) = records.sections(SectionKind.GROUP)
+    GroupBook(records, section)._started[0] += 1
+    records.close()
+    assert main(["serve", f"--socket={sidecar.path}", f"--arena={sidecar.arena}", "--quiet"]) == 1
+    said = (
+        "kvpager serve: --arena: the arena's records of a client group's processes are damaged; --fresh gives"
+    )
+    assert capsys.readouterr().err.startswith(said)
+    sidecar.start("--fresh")
 
 
 def test_a_stopped_sidecar_leaves_its_arena_if_it_is_asked_to(sidecar: Killable) -> None:

@@ -8,6 +8,7 @@ another file takes its place, and the old one goes with the last process that ha
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import io
@@ -34,6 +35,8 @@ _T = TypeVar("_T")
 _SHARED_MEMORY: Final = "/dev/shm"
 _RECORDS: Final = ".records"
 _NEW: Final = ".new"
+_OLD: Final = ".old"
+"""Records of an arena that is being removed."""
 _LOCK_SECONDS: Final = 0.5
 """How long a lock is waited for: its owner may just be ending, or somebody may be looking who has it."""
 _LOCK_POLL: Final = 0.02
@@ -68,13 +71,14 @@ class ArenaFile:
         self.file = _locked(self.path)
         self._records: RecordFile | None = None
         self._taken = False
+        self._removed = False
         self._closed = False
         self._reason: str | None = None
         """Why nothing of what is there is taken over, where that is to be told."""
         if not os.fstat(self.file.fileno()).st_size:
             return
         try:
-            if not is_record_file(self._records_path):
+            if not is_record_file(self._records_path) and not is_record_file(self._records_path + _OLD):
                 raise ConfigError(
                     "arena", f"{self.path} is there and is no arena of kvpager's, or has lost its records"
                 )
@@ -140,12 +144,17 @@ class ArenaFile:
 
     def remove(self) -> None:
         """Remove the files, while they are locked; who has the arena mapped keeps it."""
-        for path, mine in ((self.path, self._inode), (self._records_path, None)):
-            try:
-                if mine is None or os.lstat(path).st_ino == mine:
-                    os.unlink(path)
-            except FileNotFoundError:
-                pass  # somebody else did
+        if self._removed:
+            return
+        self._removed = True
+        old = Path(self._records_path + _OLD)
+        # While nobody else can have the path. Killed in between, it is seen that the arena was kvpager's.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self._records_path, old)
+        with contextlib.suppress(FileNotFoundError):  # somebody else did
+            if os.lstat(self.path).st_ino == os.fstat(self.file.fileno()).st_ino:
+                os.unlink(self.path)
+        old.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove the files unless they are to stay, and give up the lock. Idempotent.
@@ -163,10 +172,6 @@ class ArenaFile:
     @property
     def _records_path(self) -> str:
         return self.path + _RECORDS
-
-    @property
-    def _inode(self) -> int:
-        return os.fstat(self.file.fileno()).st_ino
 
     def _found(self) -> RecordFile | None:
         try:
@@ -189,21 +194,24 @@ class ArenaFile:
         if self._records is not None:
             self._records.close()
             self._records = None
-        old, fresh = None, self.path + _NEW
-        if os.fstat(self.file.fileno()).st_size:
-            old = self.file
-            Path(fresh).unlink(missing_ok=True)
-            try:
-                self.file = _opened(fresh, os.O_EXCL)
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ConfigError("arena", f"{fresh} cannot be made: {error.strerror}") from error
-        status = os.fstat(self.file.fileno())
-        identity = ArenaIdentity(status.st_dev, status.st_ino, capacity_bytes, extent_bytes)
-        # Before the arena has its name: blocks without records are nobody's, and would be refused.
-        self._records = RecordFile.create(self._records_path, identity)
-        if old is not None:
-            os.rename(fresh, self.path)
+        old, fresh = self.file, self.path + _NEW
+        replaces = os.fstat(old.fileno()).st_size > 0
+        file = _made(fresh) if replaces else old
+        try:
+            status = os.fstat(file.fileno())
+            identity = ArenaIdentity(status.st_dev, status.st_ino, capacity_bytes, extent_bytes)
+            # Before the arena has its name: blocks without records are nobody's, and would be refused.
+            self._records = RecordFile.create(self._records_path, identity)
+            if replaces:
+                os.rename(fresh, self.path)
+        except BaseException:
+            if replaces:
+                Path(fresh).unlink(missing_ok=True)
+                file.close()
+            raise
+        Path(self._records_path + _OLD).unlink(missing_ok=True)
+        self.file = file
+        if replaces:
             # Only now, so that nobody else could take the path.
             fcntl.flock(old, fcntl.LOCK_UN)
             old.close()
@@ -285,6 +293,17 @@ def _is_owned(path: str) -> bool | None:
 def _opened(path: str, flags: int = 0) -> io.FileIO:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     return io.FileIO(fd, "r+")
+
+
+def _made(path: str) -> io.FileIO:
+    """A new file, locked, in place of what a killed process left there."""
+    try:
+        Path(path).unlink(missing_ok=True)
+        file = _opened(path, os.O_EXCL)
+    except OSError as error:
+        raise ConfigError("arena", f"{path} cannot be made: {error.strerror}") from error
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
 
 
 def _locked(path: str) -> io.FileIO:
