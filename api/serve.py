@@ -149,6 +149,7 @@ def _run(options: argparse.Namespace) -> int:
                 default_arena_path(os.fspath(path)) if options.arena is None else options.arena,
                 fresh=options.fresh,
                 keep=options.keep_arena,
+                cold=options.cold or "",
             )
             # What ends it before it is stopped is no reason to lose blocks.
             arena.keep = arena.keep or arena.nbytes > 0

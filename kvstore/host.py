@@ -369,7 +369,7 @@ def _saved_in(arena: ArenaFile, policy: str, records: RecordFile) -> list[SavedS
     Raises:
         IntegrityError: it is not, or the records are damaged.
     """
-    saved = read_spaces(records, lambda: make_policy(policy, 0))
+    saved = read_spaces(records, lambda: make_policy(policy, 0), same_cold=arena.same_cold)
     extents = sum(len(one.records.extents) for one in saved)
     if os.fstat(arena.file.fileno()).st_blocks * 512 < extents * records.identity.extent_bytes:
         raise IntegrityError("it holds fewer bytes than its records say")

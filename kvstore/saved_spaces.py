@@ -65,14 +65,22 @@ def new_records(
     return SlotRecords(per_extent, num_extents, policy, arrays)
 
 
-def read_spaces(file: RecordFile, make_policy: Callable[[], EvictionPolicy]) -> list[SavedSpace]:
+def read_spaces(
+    file: RecordFile, make_policy: Callable[[], EvictionPolicy], *, same_cold: bool
+) -> list[SavedSpace]:
     """The spaces that another process had, all of their committed blocks to be found.
+
+    Args:
+        same_cold: the cold tier is the one that it was.
 
     Raises:
         IntegrityError: the records are damaged, and nothing of them can be believed.
     """
     num_extents = file.identity.capacity_bytes // file.identity.extent_bytes
-    found = [_read(file, section, num_extents, make_policy()) for section in file.sections(SectionKind.SPACE)]
+    found = [
+        _read(file, section, num_extents, make_policy(), same_cold)
+        for section in file.sections(SectionKind.SPACE)
+    ]
     if len({space_id(one.layout, one.shard) for one in found}) < len(found):
         raise IntegrityError("a space is described twice")
     extents = [extent for one in found for extent in one.records.extents]
@@ -81,7 +89,9 @@ def read_spaces(file: RecordFile, make_policy: Callable[[], EvictionPolicy]) -> 
     return found
 
 
-def _read(file: RecordFile, section: Section, num_extents: int, policy: EvictionPolicy) -> SavedSpace:
+def _read(
+    file: RecordFile, section: Section, num_extents: int, policy: EvictionPolicy, same_cold: bool
+) -> SavedSpace:
     try:
         *values, shard = msgpack.unpackb(section.about)
         fields = dict(zip(_FIELDS, values, strict=True))
@@ -95,4 +105,4 @@ def _read(file: RecordFile, section: Section, num_extents: int, policy: Eviction
         raise IntegrityError("a space's blocks do not fit the arena's extents")
     arrays = SlotArrays.recorded(section, capacity, num_extents, name)
     records = SlotRecords(per_extent, num_extents, policy, arrays)
-    return SavedSpace(layout, shard, records, records.adopt())
+    return SavedSpace(layout, shard, records, records.adopt(same_cold=same_cold))

@@ -415,11 +415,13 @@ class SlotRecords:
 
     # What another process left
 
-    def adopt(self) -> Adopted:
+    def adopt(self, *, same_cold: bool = False) -> Adopted:
         """Take over the records of another process, which nobody writes any more: at once, and once.
 
-        Committed blocks can be found; what is reserved stays so until `restore` says by whom. No block is
-        taken to have a copy in the cold tier, which may be another one than it was.
+        Committed blocks can be found; what is reserved stays so until `restore` says by whom.
+
+        Args:
+            same_cold: the cold tier is the one that it was, and has what the records say.
 
         Raises:
             IntegrityError: the records contradict each other, and nothing of them can be believed.
@@ -461,7 +463,9 @@ class SlotRecords:
             raise IntegrityError("the pins of a block are damaged")
         self._pins[slots[state != _COMMITTED]] = 0
         self.leases[committed] = self._pins[committed]
-        self.in_cold[:] = False
+        if not same_cold or (self.in_cold.view(np.uint8) > 1).any():
+            self.in_cold[:] = False
+        self.in_cold[slots[state != _COMMITTED]] = False
         # Of what was used together later blocks go sooner, and these mostly lie in higher slots.
         idle = committed[self.leases[committed] == 0][::-1]
         self._policy.insert(idle[np.argsort(self._used_at[idle], kind="stable")])

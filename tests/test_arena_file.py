@@ -16,6 +16,7 @@ import pytest
 from kvpager.kvstore.host import HostStore
 from kvpager.tests.raw_client import LAYOUT, names
 from kvpager.tiers.arena_file import ArenaFile, default_arena_path, find_arenas
+from kvpager.tiers.cold_url import open_cold_tier
 from kvpager.tiers.errors import ConfigError, MemoryUnavailableError
 from kvpager.tiers.pinned import PinnedArena
 
@@ -282,3 +283,22 @@ def test_one_that_cannot_be_replaced_stays_as_it_is(path: Path) -> None:
     file.close()
     Path(f"{path}.records.new").rmdir()
     assert found(path) == 8
+
+
+def test_what_the_same_cold_tier_has_is_not_copied_again(path: Path, tmp_path: Path) -> None:
+    def dirty(cold: str) -> int:
+        with HostStore(4 * MIB, extent_bytes=MIB, arena=ArenaFile(path, keep=True, cold=cold)) as host:
+            return sum(space.dirty for space in host.spaces)
+
+    tier = open_cold_tier(f"disk://{tmp_path}/cold", capacity_bytes=64 * MIB)
+    file = ArenaFile(path, keep=True, cold="disk:///a")
+    with HostStore(4 * MIB, extent_bytes=MIB, cold=tier, arena=file) as host:
+        assert host.space(LAYOUT).put(names(0, 8), BLOCKS, wait=30.0) == 8
+        assert host.flush(30.0) == 0
+        host.space(LAYOUT).reserve(names(8, 1)).commit()
+        assert host.space(LAYOUT).dirty == 1
+    assert dirty("disk:///a") == 1
+    assert dirty("disk:///b") == 9
+    assert dirty("disk:///b") == 9
+    assert dirty("disk:///a") == 9
+    assert dirty("") == 9

@@ -117,6 +117,8 @@ def test_what_was_committed_is_found_and_what_was_reserved_waits_for_its_owner(f
     assert again.extents == {1}
     assert again.last_use == 7
     assert again.dirty == 3
+    again, _ = adopted(section)
+    assert again.dirty == 3
     assert again.leases[kept].tolist() == [1, 0, 0]
     assert again.committed(kept, generations[kept]).all()
     assert again.reserved(waits, generations[waits]).all()

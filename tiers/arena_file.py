@@ -23,8 +23,8 @@ from typing import Final, TypeVar
 
 from .errors import ClosedError, ConfigError, IntegrityError
 from .memory import format_bytes
-from .record_file import ArenaIdentity, RecordFile, is_record_file
-from .settings import expect_flag, expect_path
+from .record_file import COLD_BYTES, ArenaIdentity, RecordFile, is_record_file
+from .settings import expect_flag, expect_path, expect_text
 
 __all__ = ["ArenaFile", "FoundArena", "default_arena_path", "find_arenas"]
 
@@ -44,8 +44,7 @@ _LOCK_POLL: Final = 0.02
 
 def default_arena_path(of: str) -> str:
     """Where the arena of this user's sidecar on the socket ``of`` lies, if nobody says otherwise."""
-    digest = hashlib.blake2b(os.path.abspath(of).encode(errors="surrogateescape"), digest_size=6).hexdigest()
-    return f"{_SHARED_MEMORY}/kvpager-{os.getuid()}-{digest}.arena"
+    return f"{_SHARED_MEMORY}/kvpager-{os.getuid()}-{_digest(os.path.abspath(of), 6).hex()}.arena"
 
 
 class ArenaFile:
@@ -55,6 +54,8 @@ class ArenaFile:
         path: where it lies: on a tmpfs (``/dev/shm``), or any file system that can be mapped.
         fresh: have what is there replaced.
         keep: whether the files stay when this is closed.
+        cold: names the cold tier behind it, by its URL. Of what was copied to the same one it is known that
+            it was; with another, or none, all is to be copied.
 
     Attributes:
         file: the arena's file.
@@ -64,8 +65,12 @@ class ArenaFile:
         ConfigError: it is another process's, another user's, or no arena of kvpager's.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, fresh: bool = False, keep: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, fresh: bool = False, keep: bool = False, cold: str = ""
+    ) -> None:
         self.path = expect_path("arena", path)
+        cold = expect_text("cold", cold, empty=True)
+        self._cold = _digest(cold, COLD_BYTES) if cold else bytes(COLD_BYTES)
         self.keep = expect_flag("keep", keep)
         fresh = expect_flag("fresh", fresh)
         self.file = _locked(self.path)
@@ -92,6 +97,11 @@ class ArenaFile:
     def nbytes(self) -> int:
         """Bytes of the arena that is there and may be taken over; 0 where there is none."""
         return 0 if self._records is None else self._records.identity.capacity_bytes
+
+    @property
+    def same_cold(self) -> bool:
+        """Whether what the records say of copies in the cold tier is of this one."""
+        return self._records is not None and self._records.cold == self._cold != bytes(COLD_BYTES)
 
     @property
     def records(self) -> RecordFile:
@@ -135,10 +145,11 @@ class ArenaFile:
                 self._reason = str(error)
             else:
                 self._taken = True
+                self._records.set_cold(self._cold)
                 return result
         if self._reason is not None:
             _log.warning("the arena %s is not taken over, a new one is made: %s", self.path, self._reason)
-        self._start_over(capacity_bytes, extent_bytes)
+        self._start_over(capacity_bytes, extent_bytes).set_cold(self._cold)
         self._taken = True
         return nothing
 
@@ -189,7 +200,7 @@ class ArenaFile:
         records.close()
         return None
 
-    def _start_over(self, capacity_bytes: int, extent_bytes: int) -> None:
+    def _start_over(self, capacity_bytes: int, extent_bytes: int) -> RecordFile:
         """Another file in place of one that has blocks, and new records."""
         if self._records is not None:
             self._records.close()
@@ -215,6 +226,7 @@ class ArenaFile:
             # Only now, so that nobody else could take the path.
             fcntl.flock(old, fcntl.LOCK_UN)
             old.close()
+        return self._records
 
     def _unlock(self) -> None:
         self._closed = True
@@ -293,6 +305,10 @@ def _is_owned(path: str) -> bool | None:
 def _opened(path: str, flags: int = 0) -> io.FileIO:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     return io.FileIO(fd, "r+")
+
+
+def _digest(text: str, nbytes: int) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=nbytes).digest()
 
 
 def _made(path: str) -> io.FileIO:

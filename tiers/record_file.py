@@ -31,13 +31,23 @@ from .errors import CapacityError, IntegrityError, MemoryUnavailableError
 from .mapping import SharedMapping
 from .memory import format_bytes
 
-__all__ = ["ArenaIdentity", "ArraySpec", "RecordFile", "Section", "SectionKind", "is_record_file"]
+__all__ = [
+    "COLD_BYTES",
+    "ArenaIdentity",
+    "ArraySpec",
+    "RecordFile",
+    "Section",
+    "SectionKind",
+    "is_record_file",
+]
 
 _PAGE: Final = mmap.PAGESIZE
 _MAGIC: Final = b"kvpager records\n"
 _VERSION: Final = 1
-_HEADER: Final = struct.Struct("<16sIIQQQQ16sQ")
-"""Magic, version, CRC with zeros here, device, inode, bytes of arena and extent, boot, pid namespace."""
+_HEADER: Final = struct.Struct("<16sIIQQQQ16sQ16s")
+"""Magic, version, CRC with zeros here, device, inode, bytes of arena and extent, boot, namespace, cold."""
+COLD_BYTES: Final = 16
+"""Of what names a cold tier."""
 _PLACE: Final = np.dtype([("kind", "<u4"), ("crc", "<u4"), ("offset", "<u8"), ("nbytes", "<u8")])
 """An entry of the table: which section lies where; the kind, 0 for none, is written last."""
 _MOST_SECTIONS: Final = 4096
@@ -135,11 +145,13 @@ class RecordFile:
 
     Attributes:
         identity: which arena they are of.
+        cold: 16 bytes that name the cold tier which has copies of its blocks; zeros for none.
     """
 
-    def __init__(self, path: str, fd: int, identity: ArenaIdentity) -> None:
+    def __init__(self, path: str, fd: int, identity: ArenaIdentity, cold: bytes = bytes(COLD_BYTES)) -> None:
         self.path = path
         self.identity = identity
+        self.cold = cold
         self._fd = fd
         self._closed = False
         self._lock = threading.Lock()
@@ -162,7 +174,7 @@ class RecordFile:
             Path(fresh).unlink(missing_ok=True)
             fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             os.posix_fallocate(fd, 0, _FIRST)
-            os.pwrite(fd, _header(identity), 0)
+            os.pwrite(fd, _header(identity, bytes(COLD_BYTES)), 0)
             os.rename(fresh, path)
             return cls(path, fd, identity)
         except OSError as error:
@@ -188,7 +200,7 @@ class RecordFile:
             nbytes = os.fstat(fd).st_size
             if nbytes < _FIRST:
                 raise IntegrityError("its records are cut short")
-            records = cls(path, fd, _identity_of(os.pread(fd, _HEADER.size, 0)))
+            records = cls(path, fd, *_read_header(os.pread(fd, _HEADER.size, 0)))
             records._read_sections(nbytes)
         except BaseException:
             os.close(fd)
@@ -245,6 +257,11 @@ class RecordFile:
             place["kind"] = 0
             if not self._closed:
                 self._clear(int(place["offset"][0]), int(place["nbytes"][0]))
+
+    def set_cold(self, cold: bytes) -> None:
+        """Another cold tier has copies of the blocks from now on, or none."""
+        self.cold = cold
+        os.pwrite(self._fd, _header(self.identity, cold), 0)
 
     def close(self) -> None:
         """Use it no more. Idempotent. Arrays that are left keep their memory."""
@@ -322,20 +339,20 @@ def _here() -> tuple[bytes, int]:
     return bytes.fromhex(boot), os.stat("/proc/self/ns/pid").st_ino
 
 
-def _header(identity: ArenaIdentity) -> bytes:
+def _header(identity: ArenaIdentity, cold: bytes) -> bytes:
     boot, namespace = _here()
     numbers = identity.device, identity.inode, identity.capacity_bytes, identity.extent_bytes
-    crc = zlib.crc32(_HEADER.pack(_MAGIC, _VERSION, 0, *numbers, boot, namespace))
-    return _HEADER.pack(_MAGIC, _VERSION, crc, *numbers, boot, namespace)
+    crc = zlib.crc32(_HEADER.pack(_MAGIC, _VERSION, 0, *numbers, boot, namespace, cold))
+    return _HEADER.pack(_MAGIC, _VERSION, crc, *numbers, boot, namespace, cold)
 
 
-def _identity_of(header: bytes) -> ArenaIdentity:
-    magic, version, crc, *numbers, boot, namespace = _HEADER.unpack(header)
+def _read_header(header: bytes) -> tuple[ArenaIdentity, bytes]:
+    magic, version, crc, *numbers, boot, namespace, cold = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise IntegrityError("its records are none of kvpager's")
     if version != _VERSION:
         raise IntegrityError(f"its records are of version {version}, this is version {_VERSION}")
-    if crc != zlib.crc32(_HEADER.pack(magic, version, 0, *numbers, boot, namespace)):
+    if crc != zlib.crc32(_HEADER.pack(magic, version, 0, *numbers, boot, namespace, cold)):
         raise IntegrityError("the head of its records is damaged")
     here = _here()
     if boot != here[0]:
@@ -343,4 +360,4 @@ def _identity_of(header: bytes) -> ArenaIdentity:
         raise IntegrityError("it was written before this machine was started")
     if namespace != here[1]:
         raise IntegrityError("it was written in another pid namespace, whose processes cannot be seen")
-    return ArenaIdentity(*numbers)
+    return ArenaIdentity(*numbers), cold
