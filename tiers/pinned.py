@@ -132,6 +132,7 @@ class PinnedArena:
         """Address of the first extent in this process; a multiple of 2 MiB."""
         self._bytes: memoryview | None = self._mapping.bytes()
         self._state = np.zeros(self.num_extents, np.uint8)
+        self._inherited = frozenset(taken)
         self._state[list(taken)] = _TAKEN
         self._page_locked = np.zeros(self.num_extents, np.bool_)
         self._device_delta = 0
@@ -360,7 +361,9 @@ class PinnedArena:
             cleanup.callback(self._stop)
             locker = None
             for extent in range(self.num_extents):
-                if not self._allocate(extent):
+                # What another process left is there; faulting it in would hold up the first requests.
+                inherited = extent in self._inherited
+                if not inherited and not self._allocate(extent):
                     return
                 # After the first extent, since making a CUDA context takes a good part of a second.
                 if extent == 0 and ordinal is not None:
@@ -369,7 +372,7 @@ class PinnedArena:
                         cleanup.callback(self._unlock_all, locker)
                 if locker is not None and not self._lock(locker, extent):
                     locker = None
-                if locker is None:
+                if locker is None and not inherited:
                     self._mapping.populate(extent * self.extent_bytes, self.extent_bytes)
             with self._changed:
                 self._settled = True
@@ -397,8 +400,7 @@ class PinnedArena:
             with self._changed:
                 if shortage is None:
                     self._shortage = None
-                    if self._state[extent] == _ABSENT:
-                        self._state[extent] = _READY
+                    self._state[extent] = _READY
                     self._changed.notify_all()
                     return True
                 if self._shortage is None:
