@@ -137,7 +137,7 @@ def _run(options: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         # Asked to end before it can serve or after, it leaves nothing behind either.
-        stack.enter_context(Interruptions())
+        interruptions = stack.enter_context(Interruptions())
         cold = None
         if options.cold is not None:
             cold = open_cold_tier(options.cold, capacity_bytes=cold_bytes)
@@ -145,17 +145,19 @@ def _run(options: argparse.Namespace) -> int:
         refuse_if_taken(path)
         arena = None
         if options.arena != _NO_FILE:
-            arena = ArenaFile(
-                default_arena_path(os.fspath(path)) if options.arena is None else options.arena,
-                fresh=options.fresh,
-                keep=options.keep_arena,
-                cold=options.cold or "",
-            )
+            with interruptions.put_off():
+                arena = ArenaFile(
+                    default_arena_path(os.fspath(path)) if options.arena is None else options.arena,
+                    fresh=options.fresh,
+                    keep=options.keep_arena,
+                    cold=options.cold or "",
+                )
+                stack.callback(arena.close)
             # What ends it before it is stopped is no reason to lose blocks.
             arena.keep = arena.keep or arena.nbytes > 0
-            stack.callback(arena.close)
-        host = HostStore(host_bytes or _usual_bytes(arena), cold=cold, arena=arena)
-        stack.callback(host.close)
+        with interruptions.put_off():
+            host = HostStore(host_bytes or _usual_bytes(arena), cold=cold, arena=arena)
+            stack.callback(host.close)
         if host.stats.adopted:
             say(f"{host.stats.adopted} blocks were there, and are served")
 

@@ -82,7 +82,7 @@ def restore_groups(groups: Groups, host: HostStore, loop: asyncio.AbstractEventL
         IntegrityError: the records of groups are damaged, and it is not known who holds what.
     """
     records = host.records
-    if records is None:
+    if records is None or not host.inherits:
         return None
     survivors: dict[bytes, _Survivor] = {}
     try:
@@ -93,6 +93,7 @@ def restore_groups(groups: Groups, host: HostStore, loop: asyncio.AbstractEventL
             for process in one.processes:
                 os.close(process.pidfd)
         raise
+    host.inherits = False
     damaged = sum(space.damaged for space in host.spaces)
     watched = [process.pidfd for one in survivors.values() for process in one.processes]
     waiting = [os.dup(pidfd) for pidfd in watched] if damaged else []

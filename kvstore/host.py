@@ -122,6 +122,8 @@ class HostStore:
         self.stats = self._shared.stats
         self.events = self._shared.events
         self._policy = policy
+        self.inherits = arena is not None
+        """Whether others may hold blocks since before this store, which `HostSpace.restore` settles."""
         self._spaces: dict[bytes, HostSpace] = {}
         for one in saved:
             self._take_over(one)

@@ -18,6 +18,7 @@ from kvpager.tests.raw_client import LAYOUT, names
 from kvpager.tiers.arena_file import ArenaFile, default_arena_path, find_arenas
 from kvpager.tiers.cold_url import open_cold_tier
 from kvpager.tiers.errors import ConfigError, MemoryUnavailableError
+from kvpager.tiers.layout import KVLayout
 from kvpager.tiers.pinned import PinnedArena
 
 MIB = 1 << 20
@@ -302,3 +303,31 @@ def test_what_the_same_cold_tier_has_is_not_copied_again(path: Path, tmp_path: P
     assert dirty("disk:///b") == 9
     assert dirty("disk:///a") == 9
     assert dirty("") == 9
+
+
+def test_spaces_of_different_blocks_keep_their_extents(path: Path) -> None:
+    large = KVLayout(4, 2, 64)
+
+    def opened(keep: bool) -> HostStore:
+        return HostStore(4 * MIB, extent_bytes=MIB, arena=ArenaFile(path, keep=keep))
+
+    with opened(True) as host:
+        assert host.arena.wait_ready(timeout=30.0)
+        small, other = host.space(LAYOUT), host.space(large)
+        small.reserve(names(0, 300)).commit()
+        other.reserve(names(0, 40)).commit()
+        extents = small.extents | other.extents
+        assert len(extents) == 4
+        # One takes an extent that the other has not used for longest.
+        other.reserve(names(40, 40)).commit()
+        found_before = [len(space.match(names(0, 300))) for space in (small, other)]
+        before = small.extents, other.extents
+        host.check_integrity()
+    with opened(False) as host:
+        host.check_integrity()
+        spaces = {space.layout: space for space in host.spaces}
+        small, other = spaces[LAYOUT], spaces[large]
+        assert host.space(large) is other
+        assert (small.extents, other.extents) == before
+        assert [len(space.match(names(0, 300))) for space in (small, other)] == found_before
+        host.check_integrity()

@@ -177,12 +177,14 @@ class RecordFile:
             os.pwrite(fd, _header(identity, bytes(COLD_BYTES)), 0)
             os.rename(fresh, path)
             return cls(path, fd, identity)
-        except OSError as error:
+        except BaseException as error:
             if fd >= 0:
                 os.close(fd)
-            raise MemoryUnavailableError(
-                f"arena: its records {path} cannot be made: {error.strerror}"
-            ) from error
+                Path(fresh).unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                reason = f"arena: its records {path} cannot be made: {error.strerror}"
+                raise MemoryUnavailableError(reason) from error
+            raise
 
     @classmethod
     def read(cls, path: str) -> RecordFile:
