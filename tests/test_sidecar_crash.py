@@ -456,6 +456,31 @@ def test_who_claims_what_its_slots_do_not_say_keeps_others_from_it_until_it_is_g
     check_arena(sidecar.arena)
 
 
+def test_another_process_of_the_same_number_is_not_waited_for(sidecar: Killable) -> None:
+    sidecar.start()
+    with RawClient(sidecar.path, b"v" * 16) as client:
+        store(client, client.open(), 0, 4)
+    with Holder(sidecar.path, b"r" * 16, names(0, 4), names(20, 2)) as holder:
+        for started in (0, 1):
+            sidecar.kill()
+            records = RecordFile.read(f"{sidecar.arena}.records")
+            (book,) = [
+                book
+                for section in records.sections(SectionKind.GROUP)
+                if (book := GroupBook(records, section)).id == b"r" * 16
+            ]
+            ((pid, since),) = book.processes()
+            assert pid == holder.process.pid
+            book.remove_process(pid, since)
+            book.add_process(pid, since - started)
+            records.close()
+            sidecar.start()
+            with RawClient(sidecar.path, b"v" * 16) as client:
+                client.open()
+                held = counts(client)
+                assert (held["leased"], held["reserved"]) == ((0, 0) if started else (4, 2))
+
+
 def test_an_arena_that_does_not_say_who_is_to_be_waited_for_is_refused(
     sidecar: Killable, capsys: pytest.CaptureFixture[str]
 ) -> None:
