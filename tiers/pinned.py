@@ -37,7 +37,16 @@ from .errors import (
 )
 from .mapping import SharedMapping
 from .memory import format_bytes, memory_headroom
-from .settings import MOST_BYTES, expect_flag, expect_integer, expect_path, expect_seconds, expect_text
+from .settings import (
+    MOST_BYTES,
+    expect_flag,
+    expect_integer,
+    expect_path,
+    expect_seconds,
+    expect_text,
+    expect_type,
+    shown,
+)
 
 __all__ = ["LARGEST_EXTENT", "PinnedArena", "PinnedStats", "arena_sizes", "capacity_for"]
 
@@ -112,8 +121,13 @@ class PinnedArena:
         """Extents that the arena grows to."""
         ordinal = None if device is None or expect_text("device", device) == "cpu" else device_ordinal(device)
         page_lock = expect_flag("page_lock", page_lock)
+        if not isinstance(taken, Sequence):
+            raise ConfigError("taken", f"must be a list of extents, got {shown(taken)}")
+        self._inherited = frozenset(expect_integer("taken", one, 0, self.num_extents - 1) for one in taken)
         self._lent = file is not None
-        if file is None:
+        if file is not None:
+            expect_type("file", file, io.FileIO, "an open file")
+        else:
             file = _open_file(None if name is None else expect_path("name", name))
         self._file = self._passed = file
         try:
@@ -132,8 +146,7 @@ class PinnedArena:
         """Address of the first extent in this process; a multiple of 2 MiB."""
         self._bytes: memoryview | None = self._mapping.bytes()
         self._state = np.zeros(self.num_extents, np.uint8)
-        self._inherited = frozenset(taken)
-        self._state[list(taken)] = _TAKEN
+        self._state[list(self._inherited)] = _TAKEN
         self._page_locked = np.zeros(self.num_extents, np.bool_)
         self._device_delta = 0
         self._changed = threading.Condition()
