@@ -23,6 +23,7 @@ from ..kvstore.space import HostSpace
 from ..tiers.errors import (
     CapacityError,
     ConfigError,
+    KVPagerError,
     LayoutError,
     NotInPlaceError,
     ServiceUnavailableError,
@@ -387,10 +388,10 @@ class Answers:
         return self._group.claims(space, self._client)
 
     def _claims_or(self, space: HostSpace, give_back: Callable[[], object]) -> Claims:
-        """The group's claims, to write down what was just got; if it has ended, this is given back."""
+        """The group's claims, to write down what was just got; if that cannot be, this is given back."""
         try:
             return self._claims(space)
-        except ServiceUnavailableError:
+        except KVPagerError:  # the group has ended, or there is no room to write it down
             give_back()
             raise
 

@@ -17,6 +17,7 @@ from ..kvstore.handles import Generations
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
 from ..tiers.errors import ConfigError
+from .group_book import ClaimArrays
 
 __all__ = ["Claims", "HeldHandles"]
 
@@ -57,19 +58,22 @@ class Claims:
 
     Args:
         space: the space.
+        arrays: where it is written down; None: in this process alone.
 
     Attributes:
         leased: leases that the client holds.
         reserved: slots that it has reserved.
+        arrays: as given.
     """
 
-    def __init__(self, space: HostSpace) -> None:
+    def __init__(self, space: HostSpace, arrays: ClaimArrays | None = None) -> None:
         self.space = space
+        self.arrays = arrays or ClaimArrays.alone(space.capacity)
         self.leased = 0
         self.reserved = 0
+        self._leases = self.arrays.leases
+        self._reserved = self.arrays.reserved
         # Zeros that nobody touched take no memory.
-        self._leases = np.zeros(space.capacity, dtype=np.int32)
-        self._reserved = np.zeros(space.capacity, dtype=np.bool_)
         self._generations = np.zeros(space.capacity, dtype=np.int64)
 
     def existing(self, slots: Ids) -> npt.NDArray[np.bool_]:
@@ -157,12 +161,26 @@ class Claims:
         found: npt.NDArray[np.bool_] = good & held & (self._generations[at] == generations)
         return found
 
+    def restore(self, wrong: npt.NDArray[np.bool_]) -> None:
+        """The arrays are those of a client that outlived its sidecar: it holds what they say, but ``wrong``.
+
+        Args:
+            wrong: bool [capacity].
+        """
+        self._leases[wrong] = 0
+        self._reserved[wrong] = False
+        held = np.flatnonzero((self._leases > 0) | self._reserved).astype(np.int32)
+        self._generations[held] = self.space.generations_of(held)
+        self.leased = int(self._leases.sum())
+        self.reserved = int(np.count_nonzero(self._reserved))
+
     def take_all(self) -> HeldHandles:
         """All that the client holds, which it holds no longer. The claims are not used after this."""
         self.leased = self.reserved = 0
-        return HeldHandles(
-            self.space, self._leases, np.flatnonzero(self._reserved).astype(np.int32), self._generations
-        )
+        reserved = np.flatnonzero(self._reserved).astype(np.int32)
+        # The memory of arrays that are written down is another client's soon.
+        leases = self._leases if self.arrays.section is None else self._leases.copy()
+        return HeldHandles(self.space, leases, reserved, self._generations)
 
     def _held(
         self, slots: Ids, generations: Generations, held: npt.NDArray[np.int32] | npt.NDArray[np.bool_]

@@ -25,9 +25,11 @@ from ..kvstore.handles import Generations
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
 from ..tiers.errors import AccessDeniedError, ServiceUnavailableError
+from ..tiers.record_file import RecordFile
 from .claims import Claims, HeldHandles
+from .group_book import GroupBook
 
-__all__ = ["UNNAMED", "Group", "Groups", "Peer", "peer_of"]
+__all__ = ["UNNAMED", "Group", "Groups", "Peer", "Watched", "peer_of", "start_of"]
 
 _REMOTE: Final = b"tcp"
 """Before the names of groups over TCP, which are longer so than any that local clients say."""
@@ -87,10 +89,9 @@ def peer_of(connected: socket.socket, accepted: float) -> Peer:
             ) from error
     try:
         try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
+            started = start_of(pid)
         except OSError as error:
             raise AccessDeniedError(f"the client's process {pid} cannot be seen: {error.strerror}") from error
-        started = int(stat.rpartition(")")[2].split()[_STARTED_FIELD])
         # Alive after the look at its number: so the look was at this process, not at one that came after it.
         # One whose descriptor was opened by number, and that started after its client connected, is another.
         ended = select.poll()
@@ -101,6 +102,30 @@ def peer_of(connected: socket.socket, accepted: float) -> Peer:
         os.close(pidfd)
         raise
     return Peer(pid, uid, started, pidfd)
+
+
+def start_of(pid: int) -> int:
+    """When the process of this number started, in clock ticks since boot.
+
+    Raises:
+        OSError: there is none, or it cannot be seen.
+    """
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[_STARTED_FIELD])
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A process of a group.
+
+    Args:
+        pid, started: which one; see `Peer`.
+        pidfd: a descriptor of it, to be closed by whoever has this.
+    """
+
+    pid: int
+    started: int
+    pidfd: int
 
 
 class Member(Protocol):
@@ -114,16 +139,21 @@ class Member(Protocol):
 class Group:
     """A client group: its processes, its connections, and what it holds of each space.
 
-    Attributes:
-        id: 16 bytes that its processes share.
+    Args:
+        group_id: 16 bytes that its processes share.
         uid: the user that they run as; None for a client over TCP, whose group ends with its connection.
+        book: where it is written down for the next sidecar; None: nowhere.
+
+    Attributes:
+        id, uid: as given.
         members: its open connections, and which client of the group each is.
         ended: whether all its processes are gone; nothing is given to it any more.
     """
 
-    def __init__(self, group_id: bytes, uid: int | None) -> None:
+    def __init__(self, group_id: bytes, uid: int | None, book: GroupBook | None = None) -> None:
         self.id = group_id
         self.uid = uid
+        self._book = book
         self.members: dict[Member, bytes] = {}
         self.ended = False
         self.pidfds: dict[tuple[int, int], int] = {}
@@ -141,14 +171,52 @@ class Group:
 
         Raises:
             ServiceUnavailableError: the group has ended.
+            CapacityError, MemoryUnavailableError: there is no room to write it down.
         """
         if self.ended:
             raise ServiceUnavailableError("the processes of this client group are gone")
         clients = self._claims.setdefault(space.id, {})
         claims = clients.get(client)
         if claims is None:
-            claims = clients[client] = Claims(space)
+            arrays = None
+            if self._book is not None:
+                arrays = self._book.add_claims(client, space.id, space.capacity)
+            claims = clients[client] = Claims(space, arrays)
         return claims
+
+    def adopt(self, client: bytes, claims: Claims) -> None:
+        """What one of its clients holds of a space since an earlier sidecar's time."""
+        self._claims.setdefault(claims.space.id, {})[client] = claims
+
+    def add_process(self, process: Watched) -> None:
+        """A process is of the group; its descriptor is the group's.
+
+        Raises:
+            CapacityError: the group has too many.
+        """
+        if self._book is not None:
+            self._book.add_process(process.pid, process.started)
+        self.pidfds[process.pid, process.started] = process.pidfd
+
+    def remove_process(self, name: tuple[int, int]) -> int:
+        """A process is gone; returns its descriptor."""
+        if self._book is not None:
+            self._book.remove_process(*name)
+        return self.pidfds.pop(name)
+
+    def leave(self, member: Member) -> None:
+        """A connection is closed. Where it was its client's last one, what holds nothing is forgotten."""
+        client = self.members.pop(member, None)
+        if client is None or client in self.members.values():
+            return
+        for clients in self._claims.values():
+            claims = clients.get(client)
+            if claims is not None and not claims.leased and not claims.reserved:
+                self._forget(clients.pop(client))
+
+    def _forget(self, claims: Claims) -> None:
+        if self._book is not None:
+            self._book.remove_claims(claims.arrays)
 
     def take_leases(
         self, space: HostSpace, client: bytes, slots: Ids, generations: Generations
@@ -190,7 +258,12 @@ class Group:
         """End the group: what it held, to be given back."""
         self.ended = True
         claims, self._claims = self._all(), {}
-        return [one.take_all() for one in claims if one.leased or one.reserved]
+        held = [one.take_all() for one in claims if one.leased or one.reserved]
+        for one in claims:
+            self._forget(one)
+        if self._book is not None:
+            self._book.end()
+        return held
 
 
 class Groups:
@@ -199,13 +272,18 @@ class Groups:
     Args:
         loop: tells when a process is gone.
         give_back: is called with what a group held when it has ended.
+        records: the arena's, where it is written down what outlives this process; or None.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, give_back: Callable[[Sequence[HeldHandles]], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        give_back: Callable[[Sequence[HeldHandles]], None],
+        records: RecordFile | None = None,
     ) -> None:
         self._loop = loop
         self._give_back = give_back
+        self._records = records
         self._groups: dict[bytes, Group] = {}
 
     def __len__(self) -> int:
@@ -226,20 +304,48 @@ class Groups:
 
         Raises:
             AccessDeniedError: the group is another user's.
+            CapacityError, MemoryUnavailableError: there is no room to write it down.
         """
         group = self._groups.get(group_id)
-        if group is not None and group.uid != peer.uid:
+        try:
+            if group is not None and group.uid != peer.uid:
+                raise AccessDeniedError("the client group is another user's")
+            if group is None:
+                book = None
+                if self._records is not None:
+                    book = GroupBook.begin(self._records, group_id, peer.uid)
+                group = self._groups[group_id] = Group(group_id, peer.uid, book)
+            name = (peer.pid, peer.started)
+            if name in group.pidfds:
+                os.close(peer.pidfd)
+            else:
+                group.add_process(Watched(*name, peer.pidfd))
+                self._watch(group, name)
+        except BaseException:
             os.close(peer.pidfd)
-            raise AccessDeniedError("the client group is another user's")
-        if group is None:
-            group = self._groups[group_id] = Group(group_id, peer.uid)
-        name = (peer.pid, peer.started)
-        if name in group.pidfds:
-            os.close(peer.pidfd)
-        else:
-            group.pidfds[name] = peer.pidfd
-            self._loop.add_reader(peer.pidfd, self._gone, group, name)
+            if group is not None:
+                self.drop_if_idle(group)
+            raise
         return group
+
+    def adopt(
+        self, book: GroupBook, processes: Sequence[Watched], claims: Sequence[tuple[bytes, Claims]]
+    ) -> None:
+        """A group of an earlier sidecar's time goes on, unless it holds nothing.
+
+        Args:
+            book: where it is written down.
+            processes: those that live, and stand there. Takes their descriptors.
+            claims: what each client holds of a space.
+        """
+        group = self._groups[book.id] = Group(book.id, book.uid, book)
+        for client, one in claims:
+            group.adopt(client, one)
+        for process in processes:
+            name = (process.pid, process.started)
+            group.pidfds[name] = process.pidfd
+            self._watch(group, name)
+        self.drop_if_idle(group)
 
     def attach_remote(self, group_id: bytes, client: bytes) -> Group:
         """A group for one connection over TCP.
@@ -256,7 +362,7 @@ class Groups:
 
     def leave(self, group: Group, member: Member) -> None:
         """A connection is closed. The group stays as long as it holds something, if it is of this machine."""
-        group.members.pop(member, None)
+        group.leave(member)
         if group.uid is None and not group.ended:
             self._end(group)
         self.drop_if_idle(group)
@@ -271,8 +377,11 @@ class Groups:
         for group in self._groups.values():
             self._unwatch(group)
 
+    def _watch(self, group: Group, name: tuple[int, int]) -> None:
+        self._loop.add_reader(group.pidfds[name], self._gone, group, name)
+
     def _gone(self, group: Group, name: tuple[int, int]) -> None:
-        pidfd = group.pidfds.pop(name)
+        pidfd = group.remove_process(name)
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
         if not group.pidfds:

@@ -18,7 +18,7 @@ from typing import Final
 from ..tiers.errors import ConfigError
 from ..tiers.settings import expect_path
 
-__all__ = ["ListeningSocket", "default_socket_path"]
+__all__ = ["ListeningSocket", "default_socket_path", "refuse_if_taken"]
 
 _BACKLOG: Final = 128
 _LONGEST_PATH: Final = 107
@@ -61,6 +61,16 @@ def default_socket_path(*, make: bool = False) -> str:
             "--socket", f"{folder} must be a folder of this user's that nobody else may enter (mode 0700)"
         )
     return str(folder / _SOCKET_NAME)
+
+
+def refuse_if_taken(path: str | os.PathLike[str]) -> None:
+    """Say that another sidecar has a path before anything else is done; `ListeningSocket` sees again.
+
+    Raises:
+        ConfigError: it has, or nothing can be made there.
+    """
+    path = expect_path("socket", path)
+    _unlock(path, _lock_of(path))
 
 
 class ListeningSocket:
@@ -118,9 +128,13 @@ class ListeningSocket:
             pass  # somebody else did
 
     def _unlock(self) -> None:
-        # Removed while it is locked: whoever opened it before sees that it is no longer the one at the path.
-        Path(f"{self.path}.lock").unlink(missing_ok=True)
-        os.close(self._lock)
+        _unlock(self.path, self._lock)
+
+
+def _unlock(path: str, lock: int) -> None:
+    # Removed while it is locked: whoever opened it before sees that it is no longer the one at the path.
+    Path(f"{path}.lock").unlink(missing_ok=True)
+    os.close(lock)
 
 
 def _lock_of(path: str) -> int:

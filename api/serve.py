@@ -3,6 +3,9 @@
 It needs no GPU and holds none. Clients of this machine come through the socket and map the memory; with
 --listen others come over TCP, and get copies. SIGTERM and Ctrl-C stop it: outstanding commits are waited for
 and blocks are written to the cold tier, within --drain seconds; a second signal ends it at once.
+
+Its memory is a file. Where the process is killed, the next one on the same file goes on with all blocks that
+were committed; clients that live keep what they hold. When it is stopped the file goes, unless --keep-arena.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..kvstore.host import HostStore
+from ..tiers.arena_file import ArenaFile, default_arena_path
 from ..tiers.cold_url import open_cold_tier
-from ..tiers.errors import ConfigError
+from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.memory import format_bytes, memory_headroom
 from ..tiers.settings import MOST_BYTES, expect_integer, expect_seconds
-from .listening import default_socket_path
+from .listening import default_socket_path, refuse_if_taken
+from .processes import Interruptions
 from .remote_access import RemoteAccess, check_token, parse_address, read_token, server_tls
 from .sidecar import Sidecar
 
@@ -40,6 +45,7 @@ _MOST_DRAIN: Final = 86400.0
 _MOST_UID: Final = (1 << 32) - 2
 _TOKEN: Final = "KVPAGER_TOKEN"
 """The environment variable that holds the token where no file does."""
+_NO_FILE: Final = "memory"
 
 
 def parse_bytes(setting: str, text: str) -> int:
@@ -78,7 +84,10 @@ def add_parser(commands: Any) -> None:
         "or /tmp/kvpager-UID/sidecar.sock)",
     )
     parser.add_argument(
-        "--host-bytes", metavar="SIZE", help="host memory, as 8G or 512M (default: a quarter of what is free)"
+        "--host-bytes",
+        metavar="SIZE",
+        help="host memory, as 8G or 512M (default: that of the arena that is there, "
+        "or a quarter of what is free)",
     )
     parser.add_argument(
         "--cold", metavar="URL", help="the cold tier: redis://..., unix://..., disk:///folder (default: none)"
@@ -112,6 +121,18 @@ def add_parser(commands: Any) -> None:
         help="speak plain TCP on an address that other machines reach: the network sees tokens and blocks",
     )
     parser.add_argument(
+        "--arena",
+        metavar="PATH",
+        help="the file that holds the memory (default: one of the socket's own in /dev/shm); "
+        f"{_NO_FILE}: memory without a file, which does not outlive this process",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="give up what an earlier process left in the arena"
+    )
+    parser.add_argument(
+        "--keep-arena", action="store_true", help="leave the arena for the next process when it is stopped"
+    )
+    parser.add_argument(
         "--drain",
         metavar="SECONDS",
         type=float,
@@ -125,14 +146,13 @@ def add_parser(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     drain = expect_seconds("--drain", options.drain, _MOST_DRAIN)
     uids = [expect_integer("--allow-uid", uid, 0, _MOST_UID) for uid in options.allow_uid]
-    if options.host_bytes is None:
-        host_bytes = max(1 << 20, memory_headroom().usable_bytes // _HOST_SHARE)
-    else:
-        host_bytes = parse_bytes("--host-bytes", options.host_bytes)
+    host_bytes = None if options.host_bytes is None else parse_bytes("--host-bytes", options.host_bytes)
     cold_bytes = None if options.cold_bytes is None else parse_bytes("--cold-bytes", options.cold_bytes)
     if cold_bytes is not None and options.cold is None:
         raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
     remote = _remote_of(options)
+    if options.arena == _NO_FILE and (options.fresh or options.keep_arena):
+        raise ConfigError("--arena", f"{_NO_FILE} is no file that could be left, or be there")
     path = default_socket_path(make=True) if options.socket is None else options.socket
 
     def say(text: str) -> None:
@@ -140,14 +160,40 @@ def _run(options: argparse.Namespace) -> int:
             print(f"kvpager serve: {text}", file=sys.stderr, flush=True)
 
     with ExitStack() as stack:
+        # Asked to end before it can serve or after, it leaves nothing behind either.
+        interruptions = stack.enter_context(Interruptions())
         cold = None
         if options.cold is not None:
             cold = open_cold_tier(options.cold, capacity_bytes=cold_bytes)
             stack.callback(cold.close)
-        host = HostStore(host_bytes, cold=cold)
-        stack.callback(host.close)
+        refuse_if_taken(path)
+        arena = None
+        if options.arena != _NO_FILE:
+            with interruptions.put_off():
+                arena = ArenaFile(
+                    default_arena_path(os.fspath(path)) if options.arena is None else options.arena,
+                    fresh=options.fresh,
+                    keep=options.keep_arena,
+                    cold=options.cold or "",
+                )
+                stack.callback(arena.close)
+            # What ends it before it is stopped is no reason to lose blocks.
+            arena.keep = arena.keep or arena.nbytes > 0
+        with interruptions.put_off():
+            host = HostStore(host_bytes or _usual_bytes(arena), cold=cold, arena=arena)
+            stack.callback(host.close)
+        if host.stats.adopted:
+            say(f"{host.stats.adopted} blocks were there, and are served")
+
+        def leave() -> None:
+            """The end that was asked for: the arena stays, or does not."""
+            if arena is not None:
+                arena.keep = options.keep_arena
+                if not arena.keep:
+                    arena.remove()
+
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(host, path, uids, remote, drain, say))
+            runner.run(_serve(host, path, uids, remote, drain, say, leave))
         # Whoever still waits in a thread is woken by the store's end.
     say("stopped")
     return 0
@@ -189,6 +235,13 @@ def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
     return RemoteAccess(host, port, token, tls, options.insecure)
 
 
+def _usual_bytes(arena: ArenaFile | None) -> int:
+    """Host memory where nobody says how much: that of the arena that is there, or a share of what is free."""
+    if arena is not None and arena.nbytes:
+        return arena.nbytes
+    return max(1 << 20, memory_headroom().usable_bytes // _HOST_SHARE)
+
+
 async def _serve(
     host: HostStore,
     path: str | os.PathLike[str],
@@ -196,6 +249,7 @@ async def _serve(
     remote: RemoteAccess | None,
     drain: float,
     say: Callable[[str], None],
+    leave: Callable[[], None],
 ) -> None:
     loop = asyncio.get_running_loop()
     sidecar = Sidecar(host, path, allow_uids=uids, remote=remote)
@@ -204,13 +258,18 @@ async def _serve(
     def hear(number: signal.Signals) -> None:
         if asked.is_set():
             sidecar.remove_socket()
+            leave()
             os._exit(128 + number)
         say(f"{number.name}: stopping, in {drain:g} seconds at most; once more ends it at once")
         asked.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, partial(hear, number))
-    await sidecar.start()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
+            loop.add_signal_handler(number, partial(hear, number))
+    try:
+        await sidecar.start()
+    except IntegrityError as error:
+        raise ConfigError("--arena", f"{error}; --fresh gives up what it holds") from error
     capacity = format_bytes(host.arena.capacity_bytes)
     where = str(Path(path).absolute())
     if remote is not None:
@@ -222,6 +281,7 @@ async def _serve(
     left = await sidecar.close(drain)
     if left:
         say(f"{left} blocks are not in the cold tier")
+    leave()
 
 
 def _cold_words(host: HostStore) -> str:

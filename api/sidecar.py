@@ -42,6 +42,7 @@ from .listening import ListeningSocket
 from .messages import Event, Hello, Welcome
 from .remote_access import RemoteAccess
 from .remote_door import RemoteDoor
+from .survivors import Survivors, restore_groups
 from .wire import MAGIC, MAX_FRAME, VERSION, Failure, Frame, FrameReader, Notice, Reply, Request, encode
 
 __all__ = ["Sidecar"]
@@ -126,6 +127,7 @@ class Sidecar:
         self._accepting = False
         self._ended = False
         self._unsubscribe: Callable[[], None] = _nothing
+        self._survivors: Survivors | None = None
 
     @property
     def path(self) -> str:
@@ -153,6 +155,7 @@ class Sidecar:
         Raises:
             ConfigError: the path is another sidecar's, or cannot be listened on.
             ClosedError: it was started before, or the store is closed.
+            IntegrityError: the arena's records do not say who holds what of it.
         """
         if self._listening is not None or self._ended:
             raise ClosedError("a sidecar is started once")
@@ -176,6 +179,22 @@ class Sidecar:
         except BaseException:
             self._unsubscribe()
             raise
+        self._unsubscribe = self._host.subscribe(self._hear)
+        try:
+            self._listening = ListeningSocket(self._path, 0o666 if others else 0o600)
+            self._groups = Groups(self._loop, self._give_back, self._host.records)
+            self._survivors = restore_groups(self._groups, self._host, self._loop)
+            if self._remote is not None:
+                self._door = self._open_door(self._remote)
+        except BaseException:
+            self._unsubscribe()
+            if self._listening is not None:
+                self._listening.close()
+                self._listening = None
+            for pool in (self._threads.waiting, self._threads.working):
+                pool.shutdown()
+            raise
+        self._service.spaces.update(space.id for space in self._host.spaces)
         self._accept_on()
 
     async def close(self, drain: float = 0.0) -> int:
@@ -218,6 +237,8 @@ class Sidecar:
             for connection in tuple(self._connections):
                 connection.finish()
             self._groups.close()
+            if self._survivors is not None:
+                self._survivors.close()
             for pool in (self._threads.waiting, self._threads.working):
                 pool.shutdown(wait=False, cancel_futures=True)
             until = self._loop.time() + _LAST_WORD_SECONDS

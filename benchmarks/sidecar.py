@@ -1,11 +1,12 @@
 """The sidecar's round trips over its Unix socket, beside the same calls of a `HostStore` in one process.
 
 The sidecar runs in a process of its own; its clients are plain blocking sockets with `api/wire.py`, one a
-process, so that what is measured is the sidecar and not a client library. Last come whole blocks of 2 MiB,
+process, so that what is measured is the sidecar and not a client library. Then come whole blocks of 2 MiB,
 put and got by `kvpager.connect`: mapped, over TCP on the loopback device, and over TLS there; and what a bare
-TCP connection carries beside them.
+TCP connection carries beside them. And how long it takes from the start of a sidecar whose predecessor was
+killed, with its arena full of blocks, to the first answered match.
 
-    python benchmarks/sidecar.py [--seconds N] [--clients N] [--json FILE]
+    python benchmarks/sidecar.py [--seconds N] [--clients N] [--restart-bytes SIZE] [--json FILE]
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ import kvpager
 import numpy as np
 from kvpager.api.client import Connection
 from kvpager.api.messages import Abort, Commit, Evict, GetStats, Leased, Match, Release, Reserve, Reserved
+from kvpager.api.serve import parse_bytes
 from kvpager.benchmarks.report import write_report
+from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.host import HostStore
 from kvpager.tests.certificates import Authority
 from kvpager.tests.raw_client import LAYOUT, RawClient, names
 from kvpager.tiers.layout import KVLayout
+from kvpager.tiers.memory import format_bytes
 
 RESIDENT: Final = 65_536
 """Blocks of the longest prefix: 1M tokens of 16."""
@@ -43,6 +47,9 @@ WIDE: Final = KVLayout(32, 8, 128)
 BLOCKS: Final = 16
 """Of these, put or got in one call."""
 TOKEN: Final = "a token for one benchmark"
+ARENAS: Final = "/dev/shm"
+RESTARTED: Final = KVLayout(32, 8, 128), KVLayout(8, 1, 128), LAYOUT
+"""Blocks of 2 MiB (Llama-3-8B), of 64 KiB, and of 4 KiB."""
 
 Row = dict[str, Any]
 
@@ -272,8 +279,8 @@ def throw_away(listening: socket.socket) -> None:
             pass
 
 
-def start(path: Path, *options: str) -> subprocess.Popen[bytes]:
-    settings = "--quiet", "--socket", str(path), "--host-bytes", str(ARENA_BYTES), *options
+def start(path: Path, *more: str, nbytes: int = ARENA_BYTES) -> subprocess.Popen[bytes]:
+    settings = "--quiet", "--socket", str(path), "--host-bytes", str(nbytes), *more
     return subprocess.Popen(
         [sys.executable, "-m", "kvpager.api.cli", "serve", *settings],
         env={**os.environ, "PYTHONSAFEPATH": "1", "KVPAGER_TOKEN": TOKEN},
@@ -304,12 +311,69 @@ def fill(path: Path) -> None:
         client.call(Evict(space, 0))
 
 
+def connected(path: Path) -> RawClient:
+    """A client, as soon as there can be one."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            return RawClient(path, b"b" * 16)
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > until:
+                raise SystemExit("the sidecar did not start") from None
+            time.sleep(0.001)
+
+
+def restart(folder: Path, nbytes: int, layout: KVLayout, runs: int = 3) -> Row:
+    """Seconds from the start of a sidecar to the first answered match, its arena full of committed blocks."""
+    path, arena = folder / "restart.sock", f"--arena={ARENAS}/kvpager-bench-{os.getpid()}.arena"
+    serve = start(path, arena, nbytes=nbytes)
+    try:
+        with connected(path) as client:
+            space = client.open(layout)
+            while client.call(GetStats()).values["arena"]["ready_bytes"] < nbytes:
+                time.sleep(0.05)
+            blocks = 0
+            while True:
+                found = client.call(Reserve(space, names(blocks, RESIDENT), 0.0), Reserved)
+                new = found.statuses == ReserveStatus.NEW
+                client.call(Commit(space, found.slots[new], found.generations[new]))
+                blocks += int(new.sum())
+                if not new.all() or blocks * layout.block_bytes >= nbytes:
+                    break
+        taken = []
+        for _ in range(runs):
+            serve.kill()
+            serve.wait()
+            began = time.perf_counter()
+            serve = start(path, arena, nbytes=nbytes)
+            with connected(path) as client:
+                asked = names(0, min(64, blocks))
+                leased = client.call(Match(client.open(layout), asked, 0.0), Leased)
+                taken.append(time.perf_counter() - began)
+                if (
+                    len(leased.slots) != len(asked)
+                    or client.call(GetStats()).values["host"]["adopted"] != blocks
+                ):
+                    raise SystemExit("a block was lost")
+    finally:
+        serve.terminate()
+        serve.wait(60)
+    return {"bytes": nbytes, "block_bytes": layout.block_bytes, "blocks": blocks, "seconds": taken}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Round trips of the sidecar over its Unix socket")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each figure (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=8, help="of the last figure (default: %(default)s)")
+    parser.add_argument(
+        "--restart-bytes",
+        metavar="SIZE",
+        default="8G",
+        help="of the arena that is full when its sidecar is killed, in /dev/shm (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, help="write machine, versions and results to this file")
     options = parser.parse_args()
+    restart_bytes = parse_bytes("--restart-bytes", options.restart_bytes)
     alone = in_one_process(options.seconds)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sidecar.sock"
@@ -323,6 +387,7 @@ def main() -> None:
             serve.terminate()
             serve.wait(30)
         wide = whole_blocks(Path(folder), options.seconds)
+        restarts = [restart(Path(folder), restart_bytes, layout) for layout in RESTARTED]
     bare = bare_tcp(options.seconds)
     for name, row in rows.items():
         beside = f"   in one process {alone[name]['median_us']:8.0f} us" if name in alone else ""
@@ -338,6 +403,12 @@ def main() -> None:
         rates = f"put {row['put_GB_s']:.2f} GB/s, get {row['get_GB_s']:.2f} GB/s"
         print(f"{BLOCKS} blocks of 2 MiB, {name:6}: {rates}")
     print(f"bare TCP over the loopback device: {bare:.2f} GB/s")
+    for row in restarts:
+        print(
+            f"restart of {format_bytes(row['bytes'])} full of {row['blocks']} blocks of "
+            f"{format_bytes(row['block_bytes'])}: first match after "
+            f"{', '.join(f'{seconds:.2f}' for seconds in row['seconds'])} s"
+        )
     loop = "uvloop" if importlib.util.find_spec("uvloop") is not None else "asyncio"
     write_report(
         options.json,
@@ -349,6 +420,7 @@ def main() -> None:
             "pipelined": never_waiting,
             "blocks": wide,
             "bare_tcp_GB_s": bare,
+            "restarts": restarts,
         },
         "msgpack",
         "uvloop",

@@ -12,18 +12,22 @@ stays good for ever).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Final
 
+from ..tiers.arena_file import ArenaFile
 from ..tiers.cold import ColdTier, expect_cold_tier
-from ..tiers.errors import ClosedError, ConfigError
+from ..tiers.errors import ClosedError, ConfigError, IntegrityError
 from ..tiers.layout import KVLayout
 from ..tiers.memory import format_bytes
-from ..tiers.pinned import LARGEST_EXTENT, PinnedArena, capacity_for
+from ..tiers.pinned import LARGEST_EXTENT, PinnedArena, arena_sizes, capacity_for
+from ..tiers.record_file import RecordFile
 from ..tiers.settings import (
     expect_byte_strings,
     expect_flag,
@@ -37,7 +41,9 @@ from .events import Listener
 from .handles import Lease
 from .hashing import HASH_BYTES, space_id
 from .policy import make_policy
+from .saved_spaces import SavedSpace, new_records, read_spaces
 from .shared import HostShared
+from .slots import SlotRecords
 from .space import HostSpace
 
 __all__ = ["HostStore"]
@@ -62,9 +68,12 @@ class HostStore:
         extent_bytes: size of an extent; None for a size that fits the capacity.
         clean_ahead: share of host memory that is kept copied to the cold tier ahead of eviction.
         cold_deadline: seconds that one background read or write of the cold tier may take.
+        arena: the file that holds the arena, so that committed blocks outlive this process: what is there is
+            taken over at once. Closed with the store. What other processes hold of it is settled by
+            `HostSpace.restore`. None: memory that goes with this process.
 
     Raises:
-        ConfigError: a value is of a wrong type or out of range.
+        ConfigError: a value is of a wrong type or out of range, or `arena` is of another size.
         ClosedError: the cold tier is closed.
         MemoryUnavailableError: the machine does not have `host_bytes`.
     """
@@ -79,6 +88,7 @@ class HostStore:
         extent_bytes: int | None = None,
         clean_ahead: float = 0.25,
         cold_deadline: float = 5.0,
+        arena: ArenaFile | None = None,
     ) -> None:
         if cold is not None:
             expect_cold_tier(cold)
@@ -87,7 +97,18 @@ class HostStore:
         make_policy(policy, 0)
         if device is not None:
             device = None if expect_text("device", device) == "cpu" else device
-        self.arena = PinnedArena(host_bytes, extent_bytes=extent_bytes, device=device)
+        self._file = None if arena is None else expect_type("arena", arena, ArenaFile, "an ArenaFile")
+        saved: list[SavedSpace] = []
+        if arena is not None:
+            capacity, extent = arena_sizes(host_bytes, extent_bytes)
+            saved = arena.take_over(capacity, extent, partial(_saved_in, arena, policy), [])
+        self.arena = PinnedArena(
+            host_bytes,
+            extent_bytes=extent_bytes,
+            device=device,
+            file=None if arena is None else arena.file,
+            taken=[number for one in saved for number in one.records.extents],
+        )
         self.cold = cold
         self.device = device
         self._extents_chosen = extent_bytes is not None
@@ -97,7 +118,11 @@ class HostStore:
         self.stats = self._shared.stats
         self.events = self._shared.events
         self._policy = policy
+        self.inherits = arena is not None
+        """Whether others may hold blocks since before this store, which `HostSpace.restore` settles."""
         self._spaces: dict[bytes, HostSpace] = {}
+        for one in saved:
+            self._take_over(one)
         self._flusher = ThreadPoolExecutor(1, "kvpager-flush")
         self._cleaner: threading.Thread | None = None
         if cold is not None:
@@ -125,9 +150,20 @@ class HostStore:
             if space is None:
                 if layout.block_bytes > self.arena.extent_bytes:
                     raise self._does_not_fit(layout)
-                space = HostSpace(self._shared, layout, shard, name, make_policy(self._policy, 0))
+                space = HostSpace(self._shared, layout, shard, name, self._new_records(layout, shard))
                 self._spaces[name] = space
             return space
+
+    @property
+    def spaces(self) -> tuple[HostSpace, ...]:
+        """The spaces that are open, those that were taken over included."""
+        with self._shared.lock():
+            return tuple(self._spaces.values())
+
+    @property
+    def records(self) -> RecordFile | None:
+        """Where it is written down what outlives this process; None where nothing does."""
+        return None if self._file is None else self._file.records
 
     def match(self, spaces: Sequence[HostSpace], hashes: Sequence[bytes]) -> list[Lease]:
         """Lease the leading blocks that all of several spaces have: a hit needs every shard.
@@ -225,7 +261,11 @@ class HostStore:
         self._flusher.shutdown()
         if self._cleaner is not None:
             self._cleaner.join()
-        self._shared.close(keep_cold=keep_cold)
+        try:
+            self._shared.close(keep_cold=keep_cold)
+        finally:
+            if self._file is not None:
+                self._file.close()
 
     def check_integrity(self) -> None:
         """Prove that every extent and slot has one owner and every index agrees with its slots.
@@ -248,6 +288,28 @@ class HostStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _new_records(self, layout: KVLayout, shard: str) -> SlotRecords:
+        policy, extents = make_policy(self._policy, 0), self.arena.num_extents
+        if self._file is None:
+            return SlotRecords(self.arena.extent_bytes // layout.block_bytes, extents, policy)
+        return new_records(self._file.records, layout, shard, extents, policy)
+
+    def _take_over(self, saved: SavedSpace) -> None:
+        """A space that another process had is this one's."""
+        name = space_id(saved.layout, saved.shard)
+        shared = self._shared
+        self._spaces[name] = HostSpace(shared, saved.layout, saved.shard, name, saved.records)
+        shared.clock = max(shared.clock, saved.records.last_use)
+        shared.stats.adopted += saved.adopted.committed
+        shared.stats.damaged += saved.adopted.damaged
+        if saved.adopted.damaged:
+            _log.error(
+                "%d records of a space of %s are damaged: their slots are out of use until nobody is left "
+                "who might write there",
+                saved.adopted.damaged,
+                saved.layout,
+            )
 
     def _written_by_another_thread(self, until: float) -> int:
         """`_write_batches` in a thread that no interrupt reaches, so that slots are let go of when read."""
@@ -304,3 +366,16 @@ class HostStore:
             f"blocks of {layout.block_size} tokens are {format_bytes(block)} each, and host memory comes in "
             f"extents of at most {format_bytes(LARGEST_EXTENT)} where extent_bytes does not say otherwise",
         )
+
+
+def _saved_in(arena: ArenaFile, policy: str, records: RecordFile) -> list[SavedSpace]:
+    """The spaces in an arena's records, if the memory that they say they have is there.
+
+    Raises:
+        IntegrityError: it is not, or the records are damaged.
+    """
+    saved = read_spaces(records, lambda: make_policy(policy, 0), same_cold=arena.same_cold)
+    extents = sum(len(one.records.extents) for one in saved)
+    if os.fstat(arena.file.fileno()).st_blocks * 512 < extents * records.identity.extent_bytes:
+        raise IntegrityError("it holds fewer bytes than its records say")
+    return saved

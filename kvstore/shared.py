@@ -149,8 +149,9 @@ class HostShared:
     # Extents, which spaces take from the arena and from each other
 
     def join(self, space: ExtentHolder) -> None:
-        """A space was opened."""
+        """A space was opened; extents that it has already count as taken."""
         self._holders.append(space)
+        self._taken += len(space.extents)
 
     @property
     def unassigned(self) -> int:

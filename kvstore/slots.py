@@ -6,6 +6,16 @@ and says what time it is, in ticks that count uses.
 A slot is *free*, *reserved* (its bytes are being written; nobody can find it) or *committed* (named by a
 hash and immutable). A committed slot that is neither leased nor pinned is ranked by the policy and may be
 evicted; its generation tells a remembered (slot, generation) pair from a later grant of the same slot.
+
+Where the records lie in a mapping that outlives the process (`SlotArrays.recorded`), they are written in an
+order in which a process may be killed between any two writes, and the next one (`adopt`) knows what was
+meant:
+
+- a grant writes hash, CRC, state, and the generation last: before that the CRC fits no record;
+- every other change writes the CRC first and the state last, which is one byte.
+
+A slot whose record fits nothing that a killed process leaves is *damaged*: neither found nor granted, until
+nobody is left who might write there.
 """
 
 from __future__ import annotations
@@ -21,12 +31,14 @@ from ..tiers.errors import ConfigError, IntegrityError
 from .handles import Generations, ReserveStatus, first_generations
 from .hashing import HASH_BYTES, leading
 from .policy import EvictionPolicy, Ids
+from .slot_arrays import SlotArrays
 
-__all__ = ["Evicted", "OldExtent", "SlotRecords"]
+__all__ = ["Adopted", "Evicted", "OldExtent", "SlotRecords"]
 
 _FREE: Final = 0
 _RESERVED: Final = 1
 _COMMITTED: Final = 2
+_DAMAGED: Final = 3
 
 _NAME: Final = f"V{HASH_BYTES}"
 _DENIED: Final = int(ReserveStatus.DENIED)
@@ -38,6 +50,16 @@ class Evicted(NamedTuple):
     names: list[bytes]
     lost: int
     """How many of them had no copy in the cold tier."""
+
+
+class Adopted(NamedTuple):
+    """What was found in records that another process left, in slots."""
+
+    committed: int
+    reserved: int
+    unfinished: int
+    """It was killed while it changed them, before anybody was told; they are free."""
+    damaged: int
 
 
 class OldExtent(NamedTuple):
@@ -58,6 +80,7 @@ class SlotRecords:
         slots_per_extent: slots that an extent is cut into.
         num_extents: extents that there may be.
         policy: ranks what may be evicted.
+        arrays: where the records lie; None: in this process's memory.
 
     Attributes:
         extents: the extents that the space has.
@@ -68,22 +91,30 @@ class SlotRecords:
         in_cold: bool [capacity], whether the cold tier has a copy.
     """
 
-    def __init__(self, slots_per_extent: int, num_extents: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        slots_per_extent: int,
+        num_extents: int,
+        policy: EvictionPolicy,
+        arrays: SlotArrays | None = None,
+    ) -> None:
         capacity = slots_per_extent * num_extents
+        arrays = arrays or SlotArrays.alone(capacity, num_extents)
         self.slots_per_extent = slots_per_extent
         self.extents: set[int] = set()
         self.index: dict[bytes, int] = {}
         self.pending: dict[bytes, int] = {}
-        self.generations = first_generations(capacity)
+        self.generations = arrays.generations
         self.leases = np.zeros(capacity, dtype=np.int32)
-        self.in_cold = np.zeros(capacity, dtype=np.bool_)
-        self._state = np.zeros(capacity, dtype=np.uint8)
-        self._pins = np.zeros(capacity, dtype=np.int32)
+        self.in_cold = arrays.in_cold
+        self._arrays = arrays
+        self._state = arrays.state
+        self._pins = arrays.pins
         self._cleaning = np.zeros(capacity, dtype=np.bool_)
         """Being copied to the cold tier just now."""
         self._num_cleaning = 0
-        self._used_at = np.zeros(capacity, dtype=np.int64)
-        self._hashes = np.zeros(capacity, dtype=_NAME)
+        self._used_at = arrays.used_at
+        self._hashes = arrays.hashes
         self._free = SlotAllocator()
         self._policy = policy
         policy.resize(capacity)
@@ -234,11 +265,15 @@ class SlotRecords:
 
     def reserve(self, slots: Ids, names: list[bytes]) -> None:
         """Slots that were taken are granted for blocks of these names."""
+        if not names:
+            return
+        hashes = np.frombuffer(b"".join(names), dtype=_NAME)
+        generations = self.generations[slots] + 1
+        self._hashes[slots] = hashes
+        self._seal(slots, hashes, generations, _RESERVED)
         self._state[slots] = _RESERVED
-        self.generations[slots] += 1
+        self.generations[slots] = generations
         self.pending.update(zip(names, slots.tolist(), strict=True))
-        if names:
-            self._hashes[slots] = np.frombuffer(b"".join(names), dtype=_NAME)
 
     def commit(self, slots: Ids, now: int, *, in_cold: bool) -> list[bytes]:
         """Reserved slots are written: they can be found by their names, which are returned."""
@@ -246,9 +281,9 @@ class SlotRecords:
         for name in names:
             del self.pending[name]
         self.index.update(zip(names, slots.tolist(), strict=True))
-        self._state[slots] = _COMMITTED
         self.in_cold[slots] = in_cold
         self._used_at[slots] = now
+        self._set_state(slots, _RESERVED, _COMMITTED)
         self._policy.insert(slots[::-1])
         return names
 
@@ -256,7 +291,7 @@ class SlotRecords:
         """Reserved slots will not be written: they are free."""
         for name in self.names(slots):
             del self.pending[name]
-        self._state[slots] = _FREE
+        self._set_state(slots, _RESERVED, _FREE)
         self._free.free(slots)
 
     # Leaving
@@ -290,10 +325,23 @@ class SlotRecords:
         for name in names:
             del self.index[name]
         lost = int(np.count_nonzero(~self.in_cold[slots]))
-        self._state[slots] = _FREE
+        self._set_state(slots, _COMMITTED, _FREE)
         self.in_cold[slots] = False
         self._free.free(slots)
         return Evicted(names, lost)
+
+    def _seal(self, slots: Ids, hashes: npt.NDArray[np.void], generations: Generations, state: int) -> None:
+        """Write the CRCs of records that have, or will have, these fields."""
+        crcs, crc = self._arrays.crcs, self._arrays.crc
+        if crcs is not None and crc is not None:
+            crcs[slots] = crc.of(hashes, generations) ^ crc.of_state[state]
+
+    def _set_state(self, slots: Ids, before: int, after: int) -> None:
+        """Change the state of slots that all have the same, the CRC first."""
+        crcs, crc = self._arrays.crcs, self._arrays.crc
+        if crcs is not None and crc is not None:
+            crcs[slots] ^= crc.of_state[before] ^ crc.of_state[after]
+        self._state[slots] = after
 
     # Copies in the cold tier
 
@@ -335,6 +383,7 @@ class SlotRecords:
     def add_extent(self, extent: int) -> None:
         """The slots of an extent come into being, free."""
         self.extents.add(extent)
+        self._arrays.owned[extent] = True
         self._free.add(extent * self.slots_per_extent, self.slots_per_extent)
 
     def oldest_extent(self, *, spare_dirty: bool) -> OldExtent | None:
@@ -349,7 +398,7 @@ class SlotRecords:
         stays = (self.leases.reshape(shape)[extents] > 0) | self._cleaning.reshape(shape)[extents]
         if spare_dirty:
             stays |= ~self.in_cold.reshape(shape)[extents]
-        stuck = (state == _RESERVED) | ((state == _COMMITTED) & stays)
+        stuck = (state == _RESERVED) | (state == _DAMAGED) | ((state == _COMMITTED) & stays)
         movable = np.flatnonzero(~stuck.any(axis=1))
         if not len(movable):
             return None
@@ -366,7 +415,134 @@ class SlotRecords:
         evicted = self._forget(victims)
         self._free.remove(first, self.slots_per_extent)
         self.extents.discard(extent)
+        self._arrays.owned[extent] = False
         return evicted
+
+    # What another process left
+
+    def adopt(self, *, same_cold: bool = False) -> Adopted:
+        """Take over the records of another process, which nobody writes any more: at once, and once.
+
+        Committed blocks can be found; what is reserved stays so until `restore` says by whom.
+
+        Args:
+            same_cold: the cold tier is the one that it was, and has what the records say.
+
+        Raises:
+            IntegrityError: the records contradict each other, and nothing of them can be believed.
+        """
+        arrays = self._arrays
+        if arrays.crcs is None or arrays.crc is None:
+            raise ConfigError("arrays", "these records go with their process: there are none to adopt")
+        owned = arrays.owned.view(np.uint8)
+        if (owned > 1).any():
+            raise IntegrityError("the list of a space's extents is damaged")
+        slots = np.flatnonzero(np.repeat(arrays.owned, self.slots_per_extent)).astype(np.int32)
+        if np.count_nonzero(self._state) > np.count_nonzero(self._state[slots]):
+            raise IntegrityError("blocks lie in extents that are not their space's")
+        hashes, generations, state = self._hashes[slots], self.generations[slots], self._state[slots]
+        sealed = arrays.crcs[slots] ^ arrays.crc.of(hashes, generations)
+        of_state = arrays.crc.of_state
+        fits = (sealed == of_state[state]) & (state <= _DAMAGED)
+        # States that a change had not come to yet.
+        ending = ~fits & (sealed == of_state[_FREE]) & ((state == _RESERVED) | (state == _COMMITTED))
+        writing = ~fits & (sealed == of_state[_COMMITTED]) & (state == _RESERVED)
+        granting = ~fits & (state == _FREE)
+        late = np.flatnonzero(~fits & (state == _RESERVED))
+        next_crcs = arrays.crc.of(hashes[late], generations[late] + 1) ^ of_state[_RESERVED]
+        granting[late] |= arrays.crcs[slots[late]] == next_crcs
+        unfinished = ending | granting
+        damaged = ~(fits | unfinished | writing) | (fits & (state == _DAMAGED))
+        for which, becomes in ((unfinished, _FREE), (damaged, _DAMAGED), (writing, _RESERVED)):
+            self._write_anew(slots[which], becomes, keep_generation=becomes == _RESERVED)
+        for extent in np.flatnonzero(arrays.owned).tolist():
+            self.add_extent(extent)
+        state = self._state[slots]
+        self._free.withdraw(slots[state != _FREE])
+        committed, reserved = slots[state == _COMMITTED], slots[state == _RESERVED]
+        for book, mine in ((self.index, committed), (self.pending, reserved)):
+            book.update(zip(self.names(mine), mine.tolist(), strict=True))
+            if len(book) < len(mine):
+                raise IntegrityError("two slots hold the same block")
+        if (self._pins[committed] < 0).any():
+            raise IntegrityError("the pins of a block are damaged")
+        self._pins[slots[state != _COMMITTED]] = 0
+        self.leases[committed] = self._pins[committed]
+        if not same_cold or (self.in_cold.view(np.uint8) > 1).any():
+            self.in_cold[:] = False
+        self.in_cold[slots[state != _COMMITTED]] = False
+        # Of what was used together later blocks go sooner, and these mostly lie in higher slots.
+        idle = committed[self.leases[committed] == 0][::-1]
+        self._policy.insert(idle[np.argsort(self._used_at[idle], kind="stable")])
+        return Adopted(
+            len(committed),
+            len(reserved),
+            int(np.count_nonzero(unfinished | writing)),
+            int(np.count_nonzero(damaged)),
+        )
+
+    @property
+    def last_use(self) -> int:
+        """The tick of the last use of any block."""
+        return int(self._used_at.max(initial=0))
+
+    @property
+    def damaged(self) -> int:
+        """Slots whose records are not to be believed."""
+        return int(np.count_nonzero(self._state == _DAMAGED))
+
+    def restore(
+        self, leases: npt.NDArray[np.int32], reserved: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        """After `adopt`: what is still held by processes that live on. What nobody has reserved is free.
+
+        Args:
+            leases: int32 [capacity], leases of each slot beside its pins.
+            reserved: bool [capacity].
+
+        Returns:
+            bool [capacity]: slots whose records say otherwise, and which count as damaged.
+        """
+        state = self._state
+        wrong: npt.NDArray[np.bool_] = ((leases > 0) & (state != _COMMITTED)) | (
+            reserved & (state != _RESERVED)
+        )
+        wrong |= state == _DAMAGED
+        slots = np.flatnonzero(wrong & (state != _DAMAGED)).astype(np.int32)
+        exist = np.isin(slots // self.slots_per_extent, np.array(sorted(self.extents), dtype=np.int32))
+        slots = slots[exist]
+        for book, which in ((self.index, _COMMITTED), (self.pending, _RESERVED)):
+            for name in self.names(slots[state[slots] == which]):
+                del book[name]
+        self._policy.remove(slots[state[slots] == _COMMITTED])
+        self._free.withdraw(slots[state[slots] == _FREE])
+        self.leases[slots] = self._pins[slots] = 0
+        self._write_anew(slots, _DAMAGED)
+        held = np.flatnonzero((leases > 0) & ~wrong).astype(np.int32)
+        self._policy.remove(held)
+        self.leases[held] += leases[held]
+        self.abort(np.flatnonzero((state == _RESERVED) & ~reserved).astype(np.int32))
+        return wrong
+
+    def free_damaged(self) -> int:
+        """Nobody is left who might write to damaged slots: they are free. Returns how many there were."""
+        slots = np.flatnonzero(self._state == _DAMAGED).astype(np.int32)
+        self._set_state(slots, _DAMAGED, _FREE)
+        self._free.free(slots)
+        return len(slots)
+
+    def _write_anew(self, slots: Ids, state: int, *, keep_generation: bool = False) -> None:
+        """Write whole records; with generations that no handle has, unless these are kept."""
+        if not len(slots):
+            return
+        generations = self.generations[slots] if keep_generation else first_generations(len(slots))
+        # Killed in here, the next process finds the same, or that nothing fits.
+        if state != _FREE:
+            self._seal(slots, self._hashes[slots], generations, state)
+        self._state[slots] = state
+        self.generations[slots] = generations
+        if state == _FREE:
+            self._seal(slots, self._hashes[slots], generations, state)
 
     def check_integrity(self) -> None:
         """Prove that index, states, free slots, leases and ranks agree.

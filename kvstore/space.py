@@ -28,7 +28,7 @@ from .events import EventKind
 from .handles import Generations, Lease, Reservation, ReserveStatus
 from .hashing import HASH_BYTES, Tokens, hash_blocks
 from .loading import ColdLoad
-from .policy import EvictionPolicy, Ids
+from .policy import Ids
 from .room import SpaceRoom
 from .shared import HostShared
 from .slot_space import SlotSpace
@@ -59,17 +59,17 @@ class HostSpace(SlotSpace):
         layout: how a block lies in memory.
         shard: the layers and heads it is of.
         name: its `space_id`.
-        policy: ranks what may be evicted.
+        records: its slots.
     """
 
     def __init__(
-        self, shared: HostShared, layout: KVLayout, shard: str, name: bytes, policy: EvictionPolicy
+        self, shared: HostShared, layout: KVLayout, shard: str, name: bytes, records: SlotRecords
     ) -> None:
         super().__init__(layout, shared.arena.extent_bytes, shared.arena.num_extents)
         self.shard = shard
         self.id = name
         self._shared = shared
-        self._records = SlotRecords(self.slots_per_extent, shared.arena.num_extents, policy)
+        self._records = records
         self._room = SpaceRoom(shared, self._records, name)
         shared.join(self._room)
 
@@ -471,6 +471,45 @@ class HostSpace(SlotSpace):
             return None
         status, value = cold.get_note(key, deadline)
         return value if status == ColdStatus.OK else None
+
+    # What another process left
+
+    @property
+    def damaged(self) -> int:
+        """Slots out of use because their records were damaged."""
+        return self._records.damaged
+
+    def generations_of(self, slots: Ids) -> Generations:
+        """The generations under which slots were granted last, int64 [n]."""
+        generations: Generations = self._records.generations[slots]
+        return generations
+
+    def restore(
+        self, leases: npt.NDArray[np.int32], reserved: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        """Take over what processes hold that outlived the one with this store; once, before any other call.
+
+        Args:
+            leases: int32 [capacity], leases of each slot.
+            reserved: bool [capacity]. What is reserved and not told here is free.
+
+        Returns:
+            bool [capacity]: slots whose records say otherwise. They count as damaged, and nobody holds them.
+        """
+        with self._shared.lock():
+            self._shared.check_open()
+            before = self._records.damaged
+            wrong = self._records.restore(leases, reserved)
+            self._shared.stats.damaged += self._records.damaged - before
+            return wrong
+
+    def free_damaged(self) -> int:
+        """Nobody is left who might write to slots whose records were damaged: how many are free now."""
+        with self._shared.lock():
+            self._shared.check_open()
+            count = self._records.free_damaged()
+            self._shared.changed.notify_all()
+            return count
 
     def check_integrity(self) -> None:
         """Prove that the records of the slots agree with each other. With the lock held.

@@ -33,6 +33,10 @@ class HostStats(Counters):
     cold_missed: int = 0
     stale: int = 0
     """Late commits and releases of slots that were granted again since; refused."""
+    adopted: int = 0
+    """Found committed in an arena that another process left."""
+    damaged: int = 0
+    """Slots of such an arena whose records do not verify: free, once nobody is left who might write there."""
 
 
 @dataclass

@@ -11,22 +11,30 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["ServeProcess"]
+from kvpager.tiers.arena_file import default_arena_path
+
+__all__ = ["ServeProcess", "remove_arena"]
 
 _START_SECONDS = 60.0
 
 
 class ServeProcess:
-    """``kvpager serve`` on a socket, until the end of a ``with``."""
+    """``kvpager serve`` on a socket, until the end of a ``with``, when its arena goes too."""
 
     def __init__(self, path: Path, *options: str, host_bytes: int = 8 << 20) -> None:
         self.path = path
+        self.arena = Path(default_arena_path(str(path)))
         self._options = [f"--host-bytes={host_bytes}", "--quiet", *options]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Returns when it listens."""
-        command = [sys.executable, "-m", "kvpager.api.cli", "serve", f"--socket={self.path}", *self._options]
+    def start(self, *more: str) -> None:
+        """Returns when it listens.
+
+        Args:
+            more: options of this start alone.
+        """
+        serve = [sys.executable, "-m", "kvpager.api.cli", "serve", f"--socket={self.path}"]
+        command = [*serve, *self._options, *more]
         self._process = process = subprocess.Popen(command, env={**os.environ, "PYTHONSAFEPATH": "1"})
         until = time.monotonic() + _START_SECONDS
         while not self._listens():
@@ -65,7 +73,14 @@ class ServeProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
+        remove_arena(self.arena)
 
     def _listens(self) -> bool:
         with socket.socket(socket.AF_UNIX) as trial:
             return trial.connect_ex(str(self.path)) == 0
+
+
+def remove_arena(path: Path) -> None:
+    """What a killed sidecar left for the next one, of which there is none."""
+    for name in (path, Path(f"{path}.records")):
+        name.unlink(missing_ok=True)

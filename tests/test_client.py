@@ -486,7 +486,41 @@ def test_a_strict_connection_says_that_the_sidecar_does_not_answer(serving: Serv
             space.release(lease.slots, lease.generations)
 
 
-def test_a_killed_sidecar_is_misses_and_a_new_one_is_used_when_nothing_of_the_old_is_held(
+def test_a_killed_sidecars_successor_goes_on_with_all_that_was_there_and_held(
+    serving: ServeProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kvpager.connect(serving.path) as client:
+        space = client.space(LAYOUT)
+        assert put(space, 0, 3) == 3
+        lease = space.match(names(0, 3))
+        remembered = lease.slots[:1].copy(), lease.generations[:1].copy()
+        reservation = space.reserve(names(3, 2))
+        address = space.addresses(lease.slots).tolist()
+        boot = client.boot_id
+        serving.kill()
+        await_true(lambda: not client.ready)
+        assert put(space, 5, 1) == 0
+        assert (lease.blocks[2] == 3).all()
+        serving.start()
+        client.wait_ready(30)
+        assert client.boot_id != boot
+        assert (client.counters.restarts, client.counters.lost, client.lost) == (1, 0, ())
+        assert space.addresses(lease.slots).tolist() == address
+        reservation.blocks[0][:] = 4
+        reservation.commit(np.array([0]))
+        reservation.abort()
+        assert found(space, 0, 5) == 4
+        lease.release()
+        assert space.lease(*remembered).tolist() == [True]
+        space.release(*remembered)
+        stats = client.stats()
+        assert (stats["sidecar"]["leased"], stats["sidecar"]["reserved"]) == (0, 0)
+        assert (stats["host"]["stale"], stats["host"]["adopted"]) == (0, 3)
+        assert space.evict(9) == 4
+        assert space.lease(*remembered).tolist() == [False]
+
+
+def test_a_killed_sidecar_is_misses_and_a_fresh_one_is_used_when_nothing_of_the_old_is_held(
     serving: ServeProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     lost: list[Lost] = []
@@ -503,7 +537,7 @@ def test_a_killed_sidecar_is_misses_and_a_new_one_is_used_when_nothing_of_the_ol
         assert put(space, 5, 1) == 0
         late = client.space(LAYOUT, shard="late")
         assert put(late, 0, 1) == 0
-        serving.start()
+        serving.start("--fresh")
         client.wait_ready(30)
         assert client.boot_id != boot
         assert client.counters.restarts == 1
@@ -649,6 +683,12 @@ def test_asyncio_outlives_a_stalled_and_a_dead_sidecar(serving: ServeProcess) ->
             await until(lambda: not client.ready)
             assert await space.put(names(2, 1), blocks(2, 1)) == 0
             serving.start()
+            await client.wait_ready(30)
+            assert not client.lost
+            assert (lease.blocks[1] == blocks(1, 1)[0]).all()
+            serving.kill()
+            await until(lambda: not client.ready)
+            serving.start("--fresh")
             await client.wait_ready(30)
             assert len(client.lost[0].leased) == 2
             lease.release()

@@ -15,6 +15,8 @@ from kvpager.api.cli import main
 from kvpager.api.messages import Commit, Leased, Load, Match, Put, Reserve
 from kvpager.api.serve import parse_bytes
 from kvpager.tests.raw_client import LAYOUT, RawClient, names, store
+from kvpager.tests.serve_process import remove_arena
+from kvpager.tiers.arena_file import default_arena_path
 from kvpager.tiers.errors import ConfigError, ServiceUnavailableError
 
 SIZE = LAYOUT.block_bytes
@@ -67,6 +69,7 @@ def started(path: Path) -> Iterator[list[Serve]]:
     for one in made:
         one.process.kill()
         one.process.communicate()
+    remove_arena(Path(default_arena_path(str(path))))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,49 @@ def test_a_second_signal_ends_it_at_once(started: list[Serve], path: Path) -> No
         assert serve.stop()[0] == 128 + signal.SIGTERM
         assert time.monotonic() - began < 20
     assert list(path.parent.iterdir()) == []
+
+
+def test_one_that_is_ended_while_it_starts_leaves_nothing(started: list[Serve], path: Path) -> None:
+    arena = Path(default_arena_path(str(path)))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        serve = Serve(path, "--quiet")
+        started.append(serve)
+        while not arena.exists():
+            assert serve.process.poll() is None
+            time.sleep(0.001)
+        code, _ = serve.stop(number)
+        assert code in (0, 130)
+        assert list(path.parent.iterdir()) == []
+        assert list(arena.parent.glob(f"{arena.name}*")) == []
+
+
+def test_one_that_cannot_start_leaves_the_blocks_of_the_one_before(
+    started: list[Serve], path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Serve(path, "--quiet")
+    started.append(first)
+    with first.connect() as client:
+        client.open()
+        store(client, 0, 0, 3)
+        first.process.kill()
+        first.process.communicate()
+    arena = default_arena_path(str(path))
+    for arguments, said in (
+        (["--host-bytes", "8M"], f"host_bytes: {arena} is an arena of 16.0 MiB, not of 8.0 MiB"),
+        (["--arena", arena, "--socket", str(tmp_path / "no" / "socket")], "socket: "),
+        (["--arena", "memory", "--fresh"], "--arena: memory is no file"),
+        (["--arena", str(tmp_path)], f"arena: {tmp_path} cannot be opened: Is a directory"),
+    ):
+        assert main(["serve", "--socket", str(path), "--quiet", *arguments]) == 1
+        assert capsys.readouterr().err.startswith(f"kvpager serve: {said}")
+    # Nobody says how much: it is as large as it was.
+    second = Serve(path)
+    started.append(second)
+    with second.connect() as client:
+        client.open()
+        assert len(client.call(Match(0, names(0, 4), 0.0), Leased).slots) == 3
+    _, errors = second.stop()
+    assert errors.startswith("kvpager serve: 3 blocks were there, and are served\n")
 
 
 def test_a_second_one_on_the_same_socket_is_refused_and_a_killed_ones_place_is_taken(

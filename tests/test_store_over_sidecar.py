@@ -195,7 +195,31 @@ def test_a_session_goes_on_in_another_process(serving: ServeProcess) -> None:
     assert ask_other_process(serving.path, 5.0, "chat") == [14, 0, 14, 0, PROMPT.tolist()]
 
 
-def test_a_dead_sidecar_costs_hits_and_a_new_one_is_used_when_nothing_of_the_old_is_read(
+def test_a_killed_sidecars_successor_has_what_sleeps_and_is_read(serving: ServeProcess) -> None:
+    other = np.arange(200, 214, dtype=np.int32)
+    with attached(serving.path) as one:
+        asleep = one.store.sleep(one.run(PROMPT).row)
+        one.store.evict(16)
+        reading = one.store.wake(asleep).row
+        gone = one.store.sleep(one.run(other).row)
+        one.store.evict(16)
+        serving.kill()
+        await_true(lambda: not one.client.ready)
+        serving.start()
+        one.client.wait_ready(30)
+        one.store.poll()
+        one.check()
+        assert one.client.counters.lost == 0
+        assert one.read(reading) == PROMPT.tolist()
+        opened = one.store.wake(gone)
+        assert (opened.length, opened.host) == (14, 14)
+        assert one.read(opened.row) == other.tolist()
+        one.store.close_row(opened.row)
+        one.store.close_row(reading)
+        check_nothing_is_held(one)
+
+
+def test_a_dead_sidecar_costs_hits_and_a_fresh_one_is_used_when_nothing_of_the_old_is_read(
     serving: ServeProcess,
 ) -> None:
     other = np.arange(200, 214, dtype=np.int32)
@@ -222,7 +246,7 @@ def test_a_dead_sidecar_costs_hits_and_a_new_one_is_used_when_nothing_of_the_old
             one.store.close_row(opened.row)
             one.store.evict(16)
             if not one.client.ready:
-                serving.start()
+                serving.start("--fresh")
                 one.client.wait_ready(30)
         assert one.client.counters.lost > 0
         assert one.read(reading) == PROMPT.tolist()

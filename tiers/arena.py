@@ -177,6 +177,21 @@ class SlotAllocator:
         self._count = top
         self._capacity -= count
 
+    def withdraw(self, slots: SlotArray) -> None:
+        """Take these very slots (int32 [n]). Costs as much as there are free ones.
+
+        Raises:
+            IntegrityError: one of them is not free; nothing changes.
+        """
+        if not self.is_free(slots).all():
+            raise IntegrityError("slots were withdrawn but not all of them are free")
+        self._place[slots] = _TAKEN
+        free = self._stack[: self._count]
+        stay = free[self._place[free] != _TAKEN]
+        self._count = len(stay)
+        self._stack[: self._count] = stay
+        self._place[stay] = self._order[: self._count]
+
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every slot is free exactly once or taken, and the counts agree."""
         free = self._stack[: self._count]

@@ -7,8 +7,6 @@ import os
 from .cold import ColdTier
 from .cold_disk import DEFAULT_DEADLINE as DISK_DEADLINE
 from .cold_disk import DiskColdTier
-from .cold_redis import DEFAULT_CONNECTIONS, RedisColdTier
-from .cold_redis import DEFAULT_DEADLINE as REDIS_DEADLINE
 from .errors import ConfigError
 from .settings import expect_path
 
@@ -48,6 +46,10 @@ def open_cold_tier(
             raise ConfigError("cold.capacity_bytes", "is for a disk; limit a Redis with its own maxmemory")
         if fsync is not False:
             raise ConfigError("cold.fsync", "is for a disk")
+        # Here, since redis takes a good part of the time in which a sidecar starts that has none.
+        from .cold_redis import DEFAULT_CONNECTIONS, RedisColdTier
+        from .cold_redis import DEFAULT_DEADLINE as REDIS_DEADLINE
+
         return RedisColdTier(
             url,
             secret=secret,

@@ -27,7 +27,8 @@ class SharedMapping:
 
     Args:
         fd: the file.
-        nbytes: how much of it, from its beginning; it must be that long, or what reads beyond its end dies.
+        nbytes: how much of it; it must be that long, or what reads beyond its end dies.
+        offset: where in the file, a multiple of the page size.
 
     Attributes:
         base: address of the first byte in this process.
@@ -36,7 +37,7 @@ class SharedMapping:
         MemoryUnavailableError: there is no address space for it.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, offset: int = 0) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = (
@@ -56,7 +57,7 @@ class SharedMapping:
             raise _no_address_space(nbytes)
         base = -(-reserved // _HUGE_PAGE) * _HUGE_PAGE
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        if libc.mmap(base, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
+        if libc.mmap(base, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, offset) == _MAP_FAILED:
             error = _no_address_space(nbytes)
             libc.munmap(reserved, spare)
             raise error

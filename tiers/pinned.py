@@ -19,6 +19,7 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
@@ -36,9 +37,18 @@ from .errors import (
 )
 from .mapping import SharedMapping
 from .memory import format_bytes, memory_headroom
-from .settings import MOST_BYTES, expect_flag, expect_integer, expect_path, expect_seconds, expect_text
+from .settings import (
+    MOST_BYTES,
+    expect_flag,
+    expect_integer,
+    expect_path,
+    expect_seconds,
+    expect_text,
+    expect_type,
+    shown,
+)
 
-__all__ = ["LARGEST_EXTENT", "PinnedArena", "PinnedStats", "capacity_for"]
+__all__ = ["LARGEST_EXTENT", "PinnedArena", "PinnedStats", "arena_sizes", "capacity_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +92,9 @@ class PinnedArena:
         name: path of a file that holds the arena (in ``/dev/shm``, or on a hugetlbfs or tmpfs mount), so that
             its bytes outlive this process. It is made if it is not there, taken as it is if it is, and locked
             against a second owner. None: memory without a name, which goes with its last descriptor.
+        file: an open file to hold the arena in place of a name, which its owner has locked and closes
+            (`ArenaFile`).
+        taken: extents of it that somebody has taken already, and whose memory is there.
         device: ``cuda`` or ``cuda:N`` to page-lock the extents for; None or ``cpu``: none.
         page_lock: False leaves the extents unregistered even where there is a device.
 
@@ -97,29 +110,43 @@ class PinnedArena:
         *,
         extent_bytes: int | None = None,
         name: str | os.PathLike[str] | None = None,
+        file: io.FileIO | None = None,
+        taken: Sequence[int] = (),
         device: str | None = None,
         page_lock: bool = True,
     ) -> None:
-        capacity_bytes = expect_integer("host_bytes", capacity_bytes, 1, MOST_BYTES)
-        self.extent_bytes = _extent_bytes(capacity_bytes, extent_bytes)
-        """Bytes of an extent."""
-        self.num_extents = capacity_bytes // self.extent_bytes
+        self.capacity_bytes, self.extent_bytes = arena_sizes(capacity_bytes, extent_bytes)
+        """Bytes that the arena grows to, and bytes of an extent."""
+        self.num_extents = self.capacity_bytes // self.extent_bytes
         """Extents that the arena grows to."""
-        self.capacity_bytes = self.num_extents * self.extent_bytes
-        """Bytes that the arena grows to."""
         ordinal = None if device is None or expect_text("device", device) == "cpu" else device_ordinal(device)
         page_lock = expect_flag("page_lock", page_lock)
-        self._file = _open_file(None if name is None else expect_path("name", name), self.capacity_bytes)
-        self._adopted = os.fstat(self._file.fileno()).st_blocks * 512 >= self.capacity_bytes
+        if not isinstance(taken, Sequence):
+            raise ConfigError("taken", f"must be a list of extents, got {shown(taken)}")
+        self._inherited = frozenset(expect_integer("taken", one, 0, self.num_extents - 1) for one in taken)
+        self._lent = file is not None
+        if file is not None:
+            expect_type("file", file, io.FileIO, "an open file")
+        else:
+            file = _open_file(None if name is None else expect_path("name", name))
+        self._file = self._passed = file
         try:
-            self._mapping = SharedMapping(self._file.fileno(), self.capacity_bytes)
+            _give_length(file, self.capacity_bytes, name)
+            self._adopted = os.fstat(file.fileno()).st_blocks * 512 >= self.capacity_bytes
+            if self._lent or name is not None:
+                # The lock goes with an open file. Who is passed this one must not have it, or keep it.
+                self._passed = io.FileIO(
+                    os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC), "r+"
+                )
+            self._mapping = SharedMapping(file.fileno(), self.capacity_bytes)
         except BaseException:
-            self._file.close()
+            self._close_files()
             raise
         self.base = self._mapping.base
         """Address of the first extent in this process; a multiple of 2 MiB."""
         self._bytes: memoryview | None = self._mapping.bytes()
         self._state = np.zeros(self.num_extents, np.uint8)
+        self._state[list(self._inherited)] = _TAKEN
         self._page_locked = np.zeros(self.num_extents, np.bool_)
         self._device_delta = 0
         self._changed = threading.Condition()
@@ -145,13 +172,13 @@ class PinnedArena:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the memory, for another process to map.
+        """Descriptor of the memory, for another process to map. It does not carry the lock of a named one.
 
         Raises:
             ClosedError: after `close`.
         """
         self._memory()
-        return self._file.fileno()
+        return self._passed.fileno()
 
     @property
     def device_delta(self) -> int:
@@ -324,10 +351,15 @@ class PinnedArena:
         with self._changed:
             self._bytes = None
             self._mapping.release()
-            if not self._file.closed:
-                # Not by closing alone: a view that is left holds the open file, and with it the lock.
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-                self._file.close()
+            self._close_files()
+
+    def _close_files(self) -> None:
+        if self._passed is not self._file:
+            self._passed.close()
+        if not self._lent and not self._file.closed:
+            # Not by closing alone: a view that is left holds the open file, and with it the lock.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
 
     def _memory(self) -> memoryview:
         memory = self._bytes
@@ -342,7 +374,9 @@ class PinnedArena:
             cleanup.callback(self._stop)
             locker = None
             for extent in range(self.num_extents):
-                if not self._allocate(extent):
+                # What another process left is there; faulting it in would hold up the first requests.
+                inherited = extent in self._inherited
+                if not inherited and not self._allocate(extent):
                     return
                 # After the first extent, since making a CUDA context takes a good part of a second.
                 if extent == 0 and ordinal is not None:
@@ -351,7 +385,7 @@ class PinnedArena:
                         cleanup.callback(self._unlock_all, locker)
                 if locker is not None and not self._lock(locker, extent):
                     locker = None
-                if locker is None:
+                if locker is None and not inherited:
                     self._mapping.populate(extent * self.extent_bytes, self.extent_bytes)
             with self._changed:
                 self._settled = True
@@ -499,40 +533,50 @@ def capacity_for(nbytes: int) -> int:
     return extent if extent <= _SMALLEST_EXTENT else extent * _USUAL_EXTENTS
 
 
-def _open_file(name: str | None, nbytes: int) -> io.FileIO:
-    """The file behind the arena: ``nbytes`` long, its owner's lock held, its room checked where known."""
+def arena_sizes(capacity_bytes: int, extent_bytes: int | None) -> tuple[int, int]:
+    """Bytes that an arena of these settings grows to, and bytes of its extents.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    capacity_bytes = expect_integer("host_bytes", capacity_bytes, 1, MOST_BYTES)
+    extent = _extent_bytes(capacity_bytes, extent_bytes)
+    return capacity_bytes // extent * extent, extent
+
+
+def _open_file(name: str | None) -> io.FileIO:
+    """The file behind the arena, its owner's lock held."""
     if name is None:
-        file = io.FileIO(os.memfd_create("kvpager-arena", os.MFD_CLOEXEC), "r+")
-    else:
-        try:
-            file = io.FileIO(os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
-        except OSError as error:
-            raise ConfigError("name", f"{name} cannot be opened: {error.strerror}") from error
+        return io.FileIO(os.memfd_create("kvpager-arena", os.MFD_CLOEXEC), "r+")
     try:
-        if name is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ConfigError("name", f"{name} is another process's arena") from error
-        status = os.fstat(file.fileno())
-        if status.st_size not in (0, nbytes):
-            # Somebody's blocks may be in it: never cut or grown.
-            raise ConfigError(
-                "host_bytes",
-                f"{name or ''} is an arena of {status.st_size} bytes, not of {nbytes}",
-            )
-        _check_room(file.fileno(), nbytes, status.st_blocks * 512)
-        try:
-            os.ftruncate(file.fileno(), nbytes)
-        except OSError as error:  # RLIMIT_FSIZE
-            raise MemoryUnavailableError(
-                f"host_bytes: the arena was to be {format_bytes(nbytes)}, but files of that size are "
-                f"not allowed ({error.strerror})"
-            ) from error
-    except BaseException:
+        file = io.FileIO(os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
+    except OSError as error:
+        raise ConfigError("name", f"{name} cannot be opened: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
         file.close()
-        raise
+        raise ConfigError("name", f"{name} is another process's arena") from error
     return file
+
+
+def _give_length(file: io.FileIO, nbytes: int, name: str | os.PathLike[str] | None) -> None:
+    """Have the file ``nbytes`` long, its room checked where known."""
+    status = os.fstat(file.fileno())
+    if status.st_size not in (0, nbytes):
+        # Somebody's blocks may be in it: never cut or grown.
+        raise ConfigError(
+            "host_bytes",
+            f"{name or ''} is an arena of {status.st_size} bytes, not of {nbytes}",
+        )
+    _check_room(file.fileno(), nbytes, status.st_blocks * 512)
+    try:
+        os.ftruncate(file.fileno(), nbytes)
+    except OSError as error:  # RLIMIT_FSIZE
+        raise MemoryUnavailableError(
+            f"host_bytes: the arena was to be {format_bytes(nbytes)}, but files of that size are "
+            f"not allowed ({error.strerror})"
+        ) from error
 
 
 def _check_room(fd: int, nbytes: int, held: int) -> None:
@@ -541,7 +585,7 @@ def _check_room(fd: int, nbytes: int, held: int) -> None:
     bounds: list[tuple[int, str]] = [(headroom.usable_bytes, headroom.limit)]
     room = _file_room(fd)
     if room is not None:
-        bounds.append((room, "free in the file system of the arena"))
+        bounds.append((room, "free in the file system of the arena (a container's /dev/shm: --shm-size)"))
     free, what = min(bounds)
     if nbytes - held > free:
         raise MemoryUnavailableError(

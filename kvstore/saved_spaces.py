@@ -1,0 +1,108 @@
+"""The spaces in an arena's records: what describes one, and taking over what another process left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import msgpack
+import numpy as np
+
+from ..tiers.errors import ConfigError, IntegrityError
+from ..tiers.layout import KVLayout
+from ..tiers.record_file import RecordFile, Section, SectionKind
+from .hashing import space_id
+from .policy import EvictionPolicy
+from .slot_arrays import SlotArrays, slot_specs
+from .slots import Adopted, SlotRecords
+
+__all__ = ["SavedSpace", "new_records", "read_spaces"]
+
+_FIELDS: Final = (
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "block_size",
+    "dtype",
+    "format",
+    "planes",
+    "window",
+    "scale_bytes",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SavedSpace:
+    """A space that another process had.
+
+    Args:
+        layout, shard: what it is of.
+        records: its slots.
+        adopted: what was found of them.
+    """
+
+    layout: KVLayout
+    shard: str
+    records: SlotRecords
+    adopted: Adopted
+
+
+def new_records(
+    file: RecordFile, layout: KVLayout, shard: str, num_extents: int, policy: EvictionPolicy
+) -> SlotRecords:
+    """Records of a space that is new, in an arena's records.
+
+    Raises:
+        CapacityError, MemoryUnavailableError: there is no room for them.
+    """
+    per_extent = file.identity.extent_bytes // layout.block_bytes
+    capacity = per_extent * num_extents
+    about: bytes = msgpack.packb([*(getattr(layout, name) for name in _FIELDS), shard])
+    section = file.add(SectionKind.SPACE, about, slot_specs(capacity, num_extents))
+    arrays = SlotArrays.recorded(section, capacity, num_extents, space_id(layout, shard))
+    arrays.begin()
+    return SlotRecords(per_extent, num_extents, policy, arrays)
+
+
+def read_spaces(
+    file: RecordFile, make_policy: Callable[[], EvictionPolicy], *, same_cold: bool
+) -> list[SavedSpace]:
+    """The spaces that another process had, all of their committed blocks to be found.
+
+    Args:
+        same_cold: the cold tier is the one that it was.
+
+    Raises:
+        IntegrityError: the records are damaged, and nothing of them can be believed.
+    """
+    num_extents = file.identity.capacity_bytes // file.identity.extent_bytes
+    found = [
+        _read(file, section, num_extents, make_policy(), same_cold)
+        for section in file.sections(SectionKind.SPACE)
+    ]
+    if len({space_id(one.layout, one.shard) for one in found}) < len(found):
+        raise IntegrityError("a space is described twice")
+    extents = [extent for one in found for extent in one.records.extents]
+    if len(set(extents)) < len(extents):
+        raise IntegrityError("an extent belongs to two spaces")
+    return found
+
+
+def _read(
+    file: RecordFile, section: Section, num_extents: int, policy: EvictionPolicy, same_cold: bool
+) -> SavedSpace:
+    try:
+        *values, shard = msgpack.unpackb(section.about)
+        fields = dict(zip(_FIELDS, values, strict=True))
+        layout = KVLayout(**fields)
+        name = space_id(layout, shard)
+    except (ValueError, TypeError, ConfigError) as error:
+        raise IntegrityError(f"the description of a space is damaged: {error}") from error
+    per_extent = file.identity.extent_bytes // layout.block_bytes
+    capacity = per_extent * num_extents
+    if not capacity or capacity > np.iinfo(np.int32).max:
+        raise IntegrityError("a space's blocks do not fit the arena's extents")
+    arrays = SlotArrays.recorded(section, capacity, num_extents, name)
+    records = SlotRecords(per_extent, num_extents, policy, arrays)
+    return SavedSpace(layout, shard, records, records.adopt(same_cold=same_cold))

@@ -1,0 +1,85 @@
+"""What the records of one space's slots are made of: arrays in this process, or in the file of an arena."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..tiers.record_file import ArraySpec, Section
+from .handles import Generations, first_generations
+from .hashing import HASH_BYTES
+from .slot_crc import Crcs, SlotCrc
+
+__all__ = ["SlotArrays", "slot_specs"]
+
+_NAME: Final = f"V{HASH_BYTES}"
+
+
+@dataclass(frozen=True, eq=False)
+class SlotArrays:
+    """Arrays over slots, and one over extents.
+
+    Args:
+        generations: int64 [capacity], raised with every grant.
+        state: uint8 [capacity].
+        hashes: V16 [capacity], of reserved and committed slots.
+        pins: int32 [capacity].
+        in_cold: bool [capacity], whether the cold tier has a copy.
+        used_at: int64 [capacity], the tick of the last use.
+        owned: bool [extents], which extents the space has.
+        crcs: uint32 [capacity] where records outlive this process, else None.
+        crc: makes these, or None.
+    """
+
+    generations: Generations
+    state: npt.NDArray[np.uint8]
+    hashes: npt.NDArray[np.void]
+    pins: npt.NDArray[np.int32]
+    in_cold: npt.NDArray[np.bool_]
+    used_at: npt.NDArray[np.int64]
+    owned: npt.NDArray[np.bool_]
+    crcs: Crcs | None = None
+    crc: SlotCrc | None = None
+
+    @classmethod
+    def alone(cls, capacity: int, num_extents: int) -> SlotArrays:
+        """Arrays that go with this process."""
+        return cls(
+            generations=first_generations(capacity),
+            state=np.zeros(capacity, dtype=np.uint8),
+            hashes=np.zeros(capacity, dtype=_NAME),
+            pins=np.zeros(capacity, dtype=np.int32),
+            in_cold=np.zeros(capacity, dtype=np.bool_),
+            used_at=np.zeros(capacity, dtype=np.int64),
+            owned=np.zeros(num_extents, dtype=np.bool_),
+        )
+
+    @classmethod
+    def recorded(cls, section: Section, capacity: int, num_extents: int, space: bytes) -> SlotArrays:
+        """Arrays in a section of an arena's records, as they are.
+
+        Args:
+            space: the space's id.
+
+        Raises:
+            IntegrityError: the section is too short for them.
+        """
+        generations, hashes, used_at, pins, crcs, state, in_cold, owned = section.arrays(
+            slot_specs(capacity, num_extents)
+        )
+        return cls(generations, state, hashes, pins, in_cold, used_at, owned, crcs, SlotCrc(space))
+
+    def begin(self) -> None:
+        """Make the records of a new section: every slot is free."""
+        if self.crcs is not None and self.crc is not None and len(self.generations):
+            self.generations[:] = first_generations(len(self.generations))
+            self.crcs[:] = self.crc.of(self.hashes[:1], self.generations[:1])
+
+
+def slot_specs(capacity: int, num_extents: int) -> list[ArraySpec]:
+    """The arrays of a section about a space."""
+    kinds: list[npt.DTypeLike] = [np.int64, _NAME, np.int64, np.int32, np.uint32, np.uint8, np.bool_]
+    return [*(ArraySpec(kind, capacity) for kind in kinds), ArraySpec(np.bool_, num_extents)]
