@@ -165,20 +165,6 @@ class Sidecar:
             ThreadPoolExecutor(_WAITING_THREADS, thread_name_prefix="kvpager-wait"),
             ThreadPoolExecutor(_WORKING_THREADS, thread_name_prefix="kvpager-work"),
         )
-        self._groups = Groups(self._loop, self._give_back)
-        self._unsubscribe = self._host.subscribe(self._hear)
-        try:
-            self._listening = ListeningSocket(self._path, 0o666 if others else 0o600)
-            try:
-                if self._remote is not None:
-                    self._door = self._open_door(self._remote)
-            except BaseException:
-                self._listening.close()
-                self._listening = None
-                raise
-        except BaseException:
-            self._unsubscribe()
-            raise
         self._unsubscribe = self._host.subscribe(self._hear)
         try:
             self._listening = ListeningSocket(self._path, 0o666 if others else 0o600)
