@@ -15,6 +15,7 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import re
 import signal
@@ -38,9 +39,13 @@ from .sidecar import Sidecar
 
 __all__ = ["add_parser", "parse_bytes"]
 
+_log = logging.getLogger(__name__)
+
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.ASCII | re.IGNORECASE)
 _UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _HOST_SHARE: Final = 4
+_ROOM_SHARE: Final = 2
+"""Of what is free in the arena's file system, others may want some."""
 _MOST_DRAIN: Final = 86400.0
 _MOST_UID: Final = (1 << 32) - 2
 _TOKEN: Final = "KVPAGER_TOKEN"
@@ -239,7 +244,20 @@ def _usual_bytes(arena: ArenaFile | None) -> int:
     """Host memory where nobody says how much: that of the arena that is there, or a share of what is free."""
     if arena is not None and arena.nbytes:
         return arena.nbytes
-    return max(1 << 20, memory_headroom().usable_bytes // _HOST_SHARE)
+    share = memory_headroom().usable_bytes // _HOST_SHARE
+    if arena is not None:
+        room = os.statvfs(os.path.dirname(os.path.abspath(arena.path)))
+        most = room.f_bavail * room.f_frsize // _ROOM_SHARE
+        if most < share:
+            _log.warning(
+                "host memory is %s, for want of room at %s: a larger file system (docker run --shm-size), "
+                "another --arena, or --arena=%s has more",
+                format_bytes(most),
+                arena.path,
+                _NO_FILE,
+            )
+        share = min(share, most)
+    return max(1 << 20, share)
 
 
 async def _serve(

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvpager.api import serve as command
 from kvpager.api.cli import main
 from kvpager.api.messages import Commit, Leased, Load, Match, Put, Reserve
 from kvpager.api.serve import parse_bytes
 from kvpager.tests.raw_client import LAYOUT, RawClient, names, store
 from kvpager.tests.serve_process import remove_arena
-from kvpager.tiers.arena_file import default_arena_path
+from kvpager.tiers.arena_file import ArenaFile, default_arena_path
 from kvpager.tiers.errors import ConfigError, ServiceUnavailableError
+from kvpager.tiers.memory import MemoryHeadroom
 
 SIZE = LAYOUT.block_bytes
 
@@ -188,6 +190,18 @@ def test_a_second_signal_ends_it_at_once(started: list[Serve], path: Path) -> No
         assert serve.stop()[0] == 128 + signal.SIGTERM
         assert time.monotonic() - began < 20
     assert list(path.parent.iterdir()) == []
+
+
+def test_without_a_size_it_takes_no_more_than_there_is_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(command, "memory_headroom", lambda: MemoryHeadroom(1 << 60, 0, "plenty"))
+    assert command._usual_bytes(None) == 1 << 58
+    room = os.statvfs(tmp_path)
+    file = ArenaFile(tmp_path / "arena")
+    assert 0 < command._usual_bytes(file) <= room.f_blocks * room.f_frsize // 2
+    assert f"for want of room at {tmp_path}/arena" in caplog.text
+    file.close()
 
 
 def test_one_that_is_ended_while_it_starts_leaves_nothing(started: list[Serve], path: Path) -> None:

@@ -25,12 +25,14 @@ from kvpager.api.messages import (
     LeaseSlots,
     Marks,
     Match,
+    Pin,
     Put,
     Reassert,
     Release,
     Reserve,
     Reserved,
     Stats,
+    Unpin,
 )
 from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.host import HostStore
@@ -348,6 +350,26 @@ def test_handles_are_good_once_and_never_for_a_slot_that_was_granted_again(sidec
             with pytest.raises(StaleHandleError):
                 client.call(what(space, kept.slots, kept.generations))
         assert client.call(LeaseSlots(space, again.slots, again.generations), Marks).flags.all()
+
+
+def test_pinned_blocks_are_kept_until_they_are_let_go_by_whichever_sidecar(sidecar: Killable) -> None:
+    sidecar.start()
+    with RawClient(sidecar.path) as client:
+        space = client.open()
+        store(client, space, 0, 4)
+        assert client.call(Pin(space, names(0, 2)), Count).count == 2
+        sidecar.kill()
+    for _ in range(2):
+        sidecar.start()
+        with RawClient(sidecar.path) as client:
+            space = client.open()
+            client.call(Evict(space, 99), Count)
+            assert len(client.call(Match(space, names(0, 4), 0.0), Leased).slots) == 2
+            sidecar.kill()
+    sidecar.start()
+    with RawClient(sidecar.path, b"v" * 16) as client:
+        space = client.open()
+        assert client.call(Unpin(space, names(0, 4)), Count).count == 2
 
 
 def test_two_sidecars_do_not_share_an_arena(

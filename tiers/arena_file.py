@@ -318,7 +318,7 @@ def _made(path: str) -> io.FileIO:
         file = _opened(path, os.O_EXCL)
     except OSError as error:
         raise ConfigError("arena", f"{path} cannot be made: {error.strerror}") from error
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_EX)  # who looks whether it has an owner has it for a moment
     return file
 
 

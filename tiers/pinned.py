@@ -585,7 +585,12 @@ def _check_room(fd: int, nbytes: int, held: int) -> None:
     bounds: list[tuple[int, str]] = [(headroom.usable_bytes, headroom.limit)]
     room = _file_room(fd)
     if room is not None:
-        bounds.append((room, "free in the file system of the arena (a container's /dev/shm: --shm-size)"))
+        bounds.append(
+            (
+                room,
+                "free in the file system of the arena (docker run --shm-size; --arena)",
+            )
+        )
     free, what = min(bounds)
     if nbytes - held > free:
         raise MemoryUnavailableError(
