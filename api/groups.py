@@ -136,6 +136,15 @@ class Group:
                 other.end()
         self.members[member] = client
 
+    def forget_idle(self, client: bytes) -> None:
+        """A client may be gone: keep no books of it where it is not connected and holds nothing."""
+        if client in self.members.values():
+            return
+        for clients in self._claims.values():
+            claims = clients.get(client)
+            if claims is not None and not claims.leased and not claims.reserved:
+                del clients[client]
+
     def claims(self, space: HostSpace, client: bytes) -> Claims:
         """What one of its clients holds of a space.
 
@@ -256,7 +265,9 @@ class Groups:
 
     def leave(self, group: Group, member: Member) -> None:
         """A connection is closed. The group stays as long as it holds something, if it is of this machine."""
-        group.members.pop(member, None)
+        client = group.members.pop(member, None)
+        if client is not None:
+            group.forget_idle(client)
         if group.uid is None and not group.ended:
             self._end(group)
         self.drop_if_idle(group)
