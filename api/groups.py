@@ -166,6 +166,15 @@ class Group:
                 other.end()
         self.members[member] = client
 
+    def forget_idle(self, client: bytes) -> None:
+        """A client may be gone: keep no books of it where it is not connected and holds nothing."""
+        if client in self.members.values():
+            return
+        for clients in self._claims.values():
+            claims = clients.get(client)
+            if claims is not None and not claims.leased and not claims.reserved:
+                self._forget(clients.pop(client))
+
     def claims(self, space: HostSpace, client: bytes) -> Claims:
         """What one of its clients holds of a space.
 
@@ -205,14 +214,10 @@ class Group:
         return self.pidfds.pop(name)
 
     def leave(self, member: Member) -> None:
-        """A connection is closed. Where it was its client's last one, what holds nothing is forgotten."""
+        """A connection is closed."""
         client = self.members.pop(member, None)
-        if client is None or client in self.members.values():
-            return
-        for clients in self._claims.values():
-            claims = clients.get(client)
-            if claims is not None and not claims.leased and not claims.reserved:
-                self._forget(clients.pop(client))
+        if client is not None:
+            self.forget_idle(client)
 
     def _forget(self, claims: Claims) -> None:
         if self._book is not None:

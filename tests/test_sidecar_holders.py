@@ -199,3 +199,20 @@ def test_a_dropped_connection_ends_no_lease(running: Running, client: RawClient)
         back.call(Release(0, held.slots, held.generations), Done)
     await_true(lambda: counts(client)["groups"] == 1)
     assert counts(client)["leased"] == 0
+
+
+def test_no_books_are_kept_of_clients_that_are_gone_and_hold_nothing(running: Running) -> None:
+    with RawClient(running.path, client=b"d" * 16) as staying:
+        space = staying.open()
+        store(staying, space, 0, 3)
+        (group,) = running.sidecar._groups._groups.values()
+        for number in range(1, 20):
+            with RawClient(running.path, client=number.to_bytes(16, "little")) as passing:
+                passing.open()
+                leased = passing.call(Match(0, names(0, 3), 0.0), Leased)
+                if number != 7:
+                    passing.call(Release(0, leased.slots, leased.generations), Done)
+        await_true(lambda: len(group.members) == 1)
+        (books,) = group._claims.values()
+        assert set(books) == {b"d" * 16, (7).to_bytes(16, "little")}
+        assert counts(staying)["leased"] == 3

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvpager.api.client import Connection
 from kvpager.api.connection import Limits
-from kvpager.api.groups import Group
+from kvpager.api.groups import UNNAMED, Group
 from kvpager.api.messages import (
     Abort,
     Blocks,
@@ -156,7 +156,8 @@ def enter(request: pytest.FixtureRequest, running: Running) -> Callable[..., Raw
     numbers = count(1)
 
     def made(**more: Any) -> RawClient:
-        name = next(numbers).to_bytes(16, "big")
+        # Books of a local client that holds something are kept as long as its process lives: this one.
+        name = next(numbers).to_bytes(16, "big") if tcp else UNNAMED
         where, token = (running.port, TOKEN) if tcp else (running.path, "")
         client = RawClient(where, OTHER, name, token=token, **more)
         client.socket.settimeout(20)
