@@ -30,7 +30,7 @@ FIGURES: Final = Path(__file__).resolve().parents[1] / "docs" / "figures"
 SOURCES: Final = ("decode_attention", "prefill_attention", "engine_pages", "copy_blocks")
 CTAS: Final = "16 CTAs"
 """What `gather` and `scatter` are drawn with: they take as many where nothing else is asked for."""
-STYLE: Final = {
+STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "kvpager",
     "font.size": 8.0,
@@ -374,7 +374,7 @@ def engine_pages(results: Results) -> Plot:
     copying = [row for row in beside if row["beside"] != "nothing"]
     by_dma = [row["beside"].endswith("dma") for row in copying]
     times = [row["products_ms"] for row in copying]
-    series = (
+    of_products = (
         Series("kvpager", tuple(None if dma else ms for ms, dma in zip(times, by_dma, strict=True))),
         Series(
             "copy engine, one call", tuple(ms if dma else None for ms, dma in zip(times, by_dma, strict=True))
@@ -382,7 +382,7 @@ def engine_pages(results: Results) -> Plot:
         Series("products alone", (alone,) * len(copying), "ceiling"),
     )
     names = tuple(row["beside"].replace("dma", "copy engine, its calls included") for row in copying)
-    panels.append(Panel("Matrix products beside the copies", "ms", names, series, decimals=1))
+    panels.append(Panel("Matrix products beside the copies", "ms", names, of_products, decimals=1))
     return Plot("engine_pages", "Pages of other engines", tuple(panels))
 
 
