@@ -39,6 +39,7 @@ __all__ = [
     "fastest",
     "hbm_reads",
     "host_reads",
+    "keep_busy",
     "race",
     "use_stream",
 ]
@@ -175,7 +176,7 @@ def captured(steps: Sequence[Work], turns: int | None = None) -> Contender:
 
 def eager(step: Work, hide_ms: float) -> Contender:
     """A contender that is not captured. The device is kept busy meanwhile, so enqueuing costs nothing."""
-    return Contender(step, 1, before=lambda: _keep_busy(hide_ms))
+    return Contender(step, 1, before=lambda: keep_busy(hide_ms))
 
 
 def race(
@@ -217,7 +218,7 @@ def _timed(contender: Contender, repeats: int) -> list[float]:
             end.synchronize()
             seconds.append(start.elapsed_time(end) / 1e3)
         return seconds
-    _keep_busy(0.5)
+    keep_busy(0.5)
     contender.run()  # what the one before left in L2 and in the page tables is gone after this
     events[0].record()
     for event in events[1:]:
@@ -359,7 +360,8 @@ def _pages(src: torch.Tensor, dst: torch.Tensor | None, page_bytes: int, ctas: i
     return work
 
 
-def _keep_busy(ms: float) -> None:
+def keep_busy(ms: float) -> None:
+    """Hold the current stream for so long, while work behind it is enqueued."""
     _launch("spin", 1, 1, np.int64(ms * _CYCLES_PER_MS))
 
 

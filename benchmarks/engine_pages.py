@@ -20,7 +20,15 @@ from typing import Any, Final
 
 import torch
 from kvpager import KVLayout
-from kvpager.benchmarks.ceilings import Timing, captured, copies_batched, eager, race, use_stream
+from kvpager.benchmarks.ceilings import (
+    Timing,
+    captured,
+    copies_batched,
+    eager,
+    keep_busy,
+    race,
+    use_stream,
+)
 from kvpager.benchmarks.report import write_report
 from kvpager.kernels import EnginePages, gather, scatter
 
@@ -30,6 +38,8 @@ BLOCKS: Final = 128
 CTAS: Final = (4, 8, 16, 32, 132)
 CEILING: Final = "one piece"
 HIDE_MS: Final = 40.0
+HIDE_BESIDE_MS: Final = 120.0
+"""The device is held until copies and products are enqueued: a batched call takes milliseconds."""
 PRODUCTS: Final = 20
 PRODUCT_SIZE: Final = 8192
 ROUNDS: Final = 7
@@ -192,9 +202,10 @@ def _products_beside(
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         for _ in range(4)
     )
-    turns = 10
+    turns = 16
     torch.cuda.synchronize()
     main = torch.cuda.current_stream()
+    keep_busy(HIDE_BESIDE_MS)
     main.record_event(start)
     with torch.cuda.stream(side):
         side.wait_event(start)
