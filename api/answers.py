@@ -8,7 +8,7 @@ what the client group holds from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -20,7 +20,9 @@ from ..kvstore.hashing import space_id
 from ..kvstore.host import HostStore
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
+from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
+    AccessDeniedError,
     CapacityError,
     ConfigError,
     KVPagerError,
@@ -75,8 +77,6 @@ _MOST_WAIT: Final = 60.0
 """Seconds that a request waits at most, whatever it asks for."""
 _MOST_SPACES: Final = 256
 """Spaces of a sidecar; each has records of all the slots that it might have."""
-_MOST_NUMBERS: Final = 1024
-"""Spaces, by layout, shard and tenant, that one connection opens."""
 _MOST_SLOTS: Final = 1 << 24
 """Slots of a space: an arena in blocks of a few bytes would be all records."""
 _MOST_TEXT: Final = 256
@@ -156,6 +156,7 @@ class Answers:
         client: which client of the group.
         subscribe: has events sent to this connection, or no more.
         counts: further numbers for `Stats`.
+        tenants: those whose spaces it may open; None: all.
 
     Over TCP (the group is of no user of this machine) a client has no memory to write to: what it reserved is
     committed by the `Put` that brings its bytes, and by nothing else.
@@ -168,6 +169,7 @@ class Answers:
         client: bytes,
         subscribe: Callable[[bool], None],
         counts: Callable[[], dict[str, int]],
+        tenants: Collection[str] | None = None,
     ) -> None:
         self._service = service
         self._host = service.host
@@ -175,8 +177,9 @@ class Answers:
         self._client = client
         self._subscribe = subscribe
         self._counts = counts
+        self._tenants = tenants
         self._spaces: list[HostSpace] = []
-        self._numbers: dict[tuple[bytes, str], int] = {}
+        self._numbers: dict[bytes, int] = {}
         self._handlers: dict[type[Message], Callable[[Any], Message | Job]] = {
             OpenSpace: self._open_space,
             Match: self._match,
@@ -220,7 +223,8 @@ class Answers:
     # Spaces
 
     def _open_space(self, asked: OpenSpace) -> Message:
-        shard, tenant = (_short(name, getattr(asked, name)) for name in ("shard", "tenant"))
+        shard, tenant = _short("shard", asked.shard), check_tenant("tenant", asked.tenant)
+        self._refuse_other_tenants(tenant)
         _short("format", asked.format)
         layout = KVLayout(
             asked.num_layers,
@@ -240,19 +244,20 @@ class Answers:
                 "block_size",
                 f"blocks of {layout.block_bytes} bytes are {slots} slots, {_MOST_SLOTS} are taken",
             )
-        name = space_id(layout, shard)
+        name = space_id(layout, shard, tenant)
         if name not in service.spaces and len(service.spaces) >= _MOST_SPACES:
             raise CapacityError(f"the sidecar has {_MOST_SPACES} spaces, and takes no more")
-        space = self._host.space(layout, shard=shard)
+        space = self._host.space(layout, shard=shard, tenant=tenant)
         service.spaces.add(name)
-        number = self._numbers.get((name, tenant))
+        number = self._numbers.get(name)
         if number is None:
-            number = len(self._spaces)
-            if number >= _MOST_NUMBERS:
-                raise CapacityError(f"a connection opens {_MOST_NUMBERS} spaces at most")
-            self._numbers[name, tenant] = number
+            number = self._numbers[name] = len(self._spaces)
             self._spaces.append(space)
         return SpaceOpened(number, space.id, space.slots_per_extent)
+
+    def _refuse_other_tenants(self, tenant: str) -> None:
+        if self._tenants is not None and tenant not in self._tenants:
+            raise AccessDeniedError(f"the token is not one of tenant {tenant!r}")
 
     def _space(self, number: int) -> HostSpace:
         if not 0 <= number < len(self._spaces):
@@ -489,6 +494,11 @@ class Answers:
             "host": self._host.stats.snapshot(),
             "arena": asdict(self._host.arena.stats()),
             "sidecar": {**asdict(self._service.counters), **self._counts()},
+            "tenants": {
+                name: values
+                for name, values in self._host.tenants().items()
+                if self._tenants is None or name in self._tenants
+            },
         }
         cold = getattr(self._host.cold, "stats", None)
         if cold is not None:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Generic, TypeVar, cast
 
 from ..kvstore.events import BlockEvent, EventStream, Listener
+from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
     ClosedError,
     KVPagerError,
@@ -26,7 +27,7 @@ from ..tiers.errors import (
 )
 from ..tiers.layout import KVLayout
 from ..tiers.mover import HostMover
-from ..tiers.settings import expect_flag, expect_seconds, expect_text, expect_type
+from ..tiers.settings import expect_flag, expect_seconds, expect_type
 from .client_calls import Ask, Call
 from .client_core import ClientCounters
 from .client_shell import (
@@ -67,6 +68,7 @@ def connect(
     on_lost: Callable[[Lost], None] | None = None,
     token: str | None = None,
     ca: str | os.PathLike[str] | None = None,
+    tenant: str = "",
 ) -> Connection:
     """Connect to a sidecar (``kvpager serve``).
 
@@ -80,6 +82,7 @@ def connect(
         on_lost: is told, in the connection's thread, of leases and reservations that are lost.
         token: what a sidecar that is reached over TCP wants to be told.
         ca: file of the authorities whose certificates are trusted, PEM; None: those of the system.
+        tenant: whose the blocks of spaces are that do not say it themselves; quotas go by it.
 
     Raises:
         ConfigError: an argument is of a wrong type or out of range.
@@ -89,7 +92,15 @@ def connect(
         TLSError: its certificate is not trusted, or only one side speaks TLS.
     """
     connection = Connection(
-        url, name=name, group=group, timeout=timeout, strict=strict, on_lost=on_lost, token=token, ca=ca
+        url,
+        name=name,
+        group=group,
+        timeout=timeout,
+        strict=strict,
+        on_lost=on_lost,
+        token=token,
+        ca=ca,
+        tenant=tenant,
     )
     try:
         connection.wait_ready()
@@ -131,7 +142,7 @@ class Connection:
 
     Attributes:
         device: None: no GPU has the memory mapped.
-        timeout, strict: as given to `connect`.
+        timeout, strict, tenant: as given to `connect`.
     """
 
     def __init__(
@@ -145,8 +156,10 @@ class Connection:
         on_lost: Callable[[Lost], None] | None = None,
         token: str | None = None,
         ca: str | os.PathLike[str] | None = None,
+        tenant: str = "",
     ) -> None:
         self._endpoint: Endpoint = endpoint_of(url, token, ca)
+        self.tenant = check_tenant("tenant", tenant)
         self.timeout = expect_seconds("timeout", timeout, above=True)
         self.strict = expect_flag("strict", strict)
         self.core = core_of(self._endpoint, name, group, on_lost)
@@ -170,18 +183,18 @@ class Connection:
 
     # Like a HostStore
 
-    def space(self, layout: KVLayout, *, shard: str = "", tenant: str = "") -> RemoteSpace:
+    def space(self, layout: KVLayout, *, shard: str = "", tenant: str | None = None) -> RemoteSpace:
         """The space of `layout` and `shard`; the same object for equal ones.
 
         Args:
-            tenant: whose the blocks are; quotas go by it.
+            tenant: whose the blocks are: no other tenant finds them. None: the connection's.
 
         Raises:
             ConfigError: a block does not fit an extent, or an argument is of a wrong type.
             ClosedError: the connection was closed.
         """
         expect_type("layout", layout, KVLayout, "a KVLayout")
-        tenant = expect_text("tenant", tenant, empty=True)
+        tenant = self.tenant if tenant is None else check_tenant("tenant", tenant)
         with self._opening:
             with self._lock:
                 self._check_open()

@@ -18,6 +18,7 @@ from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
 from ..kvstore.policy import Ids
 from ..kvstore.slot_space import SlotPlaces
+from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
     ClosedError,
     KVPagerError,
@@ -26,7 +27,7 @@ from ..tiers.errors import (
 )
 from ..tiers.layout import KVLayout
 from ..tiers.mover import HostMover
-from ..tiers.settings import expect_byte_strings, expect_flag, expect_seconds, expect_text, expect_type
+from ..tiers.settings import expect_byte_strings, expect_flag, expect_seconds, expect_type
 from .client_calls import Ask, Call
 from .client_core import ClientCounters
 from .client_shell import (
@@ -62,10 +63,19 @@ async def connect_async(
     on_lost: Callable[[Lost], None] | None = None,
     token: str | None = None,
     ca: str | os.PathLike[str] | None = None,
+    tenant: str = "",
 ) -> AsyncConnection:
     """`connect` for asyncio: arguments and errors are the same. To be used on the loop that it ran on."""
     connection = AsyncConnection(
-        url, name=name, group=group, timeout=timeout, strict=strict, on_lost=on_lost, token=token, ca=ca
+        url,
+        name=name,
+        group=group,
+        timeout=timeout,
+        strict=strict,
+        on_lost=on_lost,
+        token=token,
+        ca=ca,
+        tenant=tenant,
     )
     try:
         await connection.wait_ready()
@@ -82,7 +92,7 @@ class AsyncConnection:
 
     Attributes:
         core: what is asked and held.
-        strict, timeout: as given to `connect_async`.
+        strict, timeout, tenant: as given to `connect_async`.
     """
 
     def __init__(
@@ -96,8 +106,10 @@ class AsyncConnection:
         on_lost: Callable[[Lost], None] | None = None,
         token: str | None = None,
         ca: str | os.PathLike[str] | None = None,
+        tenant: str = "",
     ) -> None:
         self._endpoint: Endpoint = endpoint_of(url, token, ca)
+        self.tenant = check_tenant("tenant", tenant)
         self.timeout = expect_seconds("timeout", timeout, above=True)
         self.strict = expect_flag("strict", strict)
         self.core = core_of(self._endpoint, name, group, on_lost)
@@ -117,10 +129,10 @@ class AsyncConnection:
         self._refused: KVPagerError | None = None
         self._task = self._loop.create_task(self._run())
 
-    async def space(self, layout: KVLayout, *, shard: str = "", tenant: str = "") -> AsyncSpace:
+    async def space(self, layout: KVLayout, *, shard: str = "", tenant: str | None = None) -> AsyncSpace:
         """The space of `layout` and `shard`. See `Connection.space`."""
         expect_type("layout", layout, KVLayout, "a KVLayout")
-        tenant = expect_text("tenant", tenant, empty=True)
+        tenant = self.tenant if tenant is None else check_tenant("tenant", tenant)
         async with self._opening:
             self.check_open()
             space, is_new = self.core.space(layout, shard, tenant)

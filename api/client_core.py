@@ -22,10 +22,12 @@ from ..kvstore.events import BlockEvent, EventKind
 from ..kvstore.hashing import space_id
 from ..kvstore.stats import Counters
 from ..tiers.errors import (
+    AccessDeniedError,
     ConfigError,
     KVPagerError,
     LayoutError,
     ProtocolError,
+    QuotaError,
     ServiceUnavailableError,
     StaleHandleError,
     TLSError,
@@ -65,7 +67,7 @@ _TLS_ALERT: Final = b"\x15\x03"
 """What whoever speaks TLS answers to somebody who does not."""
 _MOST_OUTPUT: Final = 2 * MAX_FRAME
 """Bytes that wait for a sidecar that does not read: beyond this the connection is given up."""
-_CALLERS_FAULT: Final = (ConfigError, LayoutError)
+_CALLERS_FAULT: Final = (ConfigError, LayoutError, AccessDeniedError)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class ClientCounters(Counters):
     """Calls that found or kept nothing because the sidecar did not answer, or not in time."""
     refused: int = 0
     """Handles that were released or committed and not held any more."""
+    over_quota: int = 0
+    """Calls that found no room within the tenant's quota."""
     lost: int = 0
     """Leases and reservations that ended with a sidecar, or while there was no connection."""
     connects: int = 0
@@ -131,7 +135,7 @@ class ClientCore:
         self._tls: TLSStream | None = None
         self._nothing_came = True
         self._greeted = False
-        self._spaces: dict[tuple[bytes, str], ClientSpace] = {}
+        self._spaces: dict[bytes, ClientSpace] = {}
         self._opening = 0
         self._subscribed = False
         self._events: list[BlockEvent] = []
@@ -302,6 +306,9 @@ class ClientCore:
             raise error
         if isinstance(error, StaleHandleError):
             return call.ask.instead()  # it did answer
+        if isinstance(error, QuotaError):
+            self.counters.over_quota += 1
+            return call.ask.instead()
         self.counters.unanswered += 1
         if not self._out.told:
             self._out = replace(self._out, told=True)
@@ -324,7 +331,7 @@ class ClientCore:
             ServiceUnavailableError: there never was a connection.
             ConfigError: a block does not fit an extent.
         """
-        name = space_id(layout, shard), tenant
+        name = space_id(layout, shard, tenant)
         space = self._spaces.get(name)
         if space is not None:
             return space, False
@@ -351,7 +358,7 @@ class ClientCore:
 
     def forget(self, space: ClientSpace) -> None:
         """A space that the sidecar refused."""
-        self._spaces.pop((space.id, space.tenant), None)
+        self._spaces.pop(space.id, None)
 
     def release(self, space: ClientSpace, handles: Handles) -> int:
         """End leases; returns how many of them were not held."""

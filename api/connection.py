@@ -81,6 +81,7 @@ class Connection(asyncio.BufferedProtocol):
         limits: what it may have under way.
         closed: is called once when the connection is over.
         remote: whether it came over TCP.
+        tenants: those that it has to do with; None: all.
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class Connection(asyncio.BufferedProtocol):
         closed: Callable[[Connection], None],
         *,
         remote: bool = False,
+        tenants: frozenset[str] | None = None,
     ) -> None:
         self.remote = remote
+        self.tenants = tenants
         self.lost_events = 0
         self._loop = asyncio.get_running_loop()
         self._service = service

@@ -249,7 +249,7 @@ class OpenSpace(Message):
 
     Args:
         shard: which part of the model this is.
-        tenant: whose the blocks are; quotas go by it.
+        tenant: whose the blocks are: quotas go by it, and no other tenant finds them. May be empty.
     """
 
     num_layers: int

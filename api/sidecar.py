@@ -309,8 +309,9 @@ class Sidecar:
     def _open_door(self, remote: RemoteAccess) -> RemoteDoor:
         def admit(number: int, version: int, hello: Hello, transport: asyncio.Transport) -> None:
             self._check_room(sum(one.remote for one in self._connections), remote.max_clients)
+            tenants = remote.tenants_of(hello.token)
             group = self._groups.attach_remote(hello.group, hello.client)
-            connection = self._join(group, hello.client)
+            connection = self._join(group, hello.client, tenants)
             # No descriptor goes this way: 0 bytes of arena.
             transport.write(self._welcome(number, version, 0))
             transport.set_protocol(connection)
@@ -329,16 +330,21 @@ class Sidecar:
         if clients >= most:
             raise ServiceUnavailableError(f"the sidecar has {most} clients, and takes no more")
 
-    def _join(self, group: Group, client: bytes) -> Connection:
-        """A connection of a group, which is not made yet."""
+    def _join(self, group: Group, client: bytes, tenants: frozenset[str] | None = None) -> Connection:
+        """A connection of a group, which is not made yet.
+
+        Args:
+            tenants: those whose spaces it may open, and whose events it hears; None: all.
+        """
         remote = group.uid is None
         connection = Connection(
             self._service,
-            lambda made: self._answers(made, group, client),
+            lambda made: self._answers(made, group, client, tenants),
             self._threads,
             self._limits,
             lambda made: self._forget(made, group),
             remote=remote,
+            tenants=tenants,
         )
         self._connections.add(connection)
         group.join(connection, client)
@@ -374,12 +380,14 @@ class Sidecar:
             raise AccessDeniedError(f"user {peer.uid} is not allowed in")
         return self._groups.attach(hello.group, peer)
 
-    def _answers(self, connection: Connection, group: Group, client: bytes) -> Answers:
+    def _answers(
+        self, connection: Connection, group: Group, client: bytes, tenants: frozenset[str] | None
+    ) -> Answers:
         def subscribe(on: bool) -> None:
             others = tuple(one for one in self._subscribers if one is not connection)
             self._subscribers = (*others, connection) if on else others
 
-        return Answers(self._service, group, client, subscribe, self._counts)
+        return Answers(self._service, group, client, subscribe, self._counts, tenants)
 
     def _forget(self, connection: Connection, group: Group) -> None:
         """A connection is over."""
@@ -439,7 +447,8 @@ class Sidecar:
                 # Made once for all who missed as many before it.
                 frame = cache(partial(_event_frame, part, self._service.max_frame))
                 for connection in self._subscribers:
-                    connection.send_event(frame)
+                    if connection.tenants is None or self._host.tenant_of(event.space) in connection.tenants:
+                        connection.send_event(frame)
         if dropped:
             for connection in self._subscribers:
                 connection.lose_events(dropped)

@@ -37,19 +37,20 @@ class SavedSpace:
     """A space that another process had.
 
     Args:
-        layout, shard: what it is of.
+        layout, shard, tenant: what it is of.
         records: its slots.
         adopted: what was found of them.
     """
 
     layout: KVLayout
     shard: str
+    tenant: str
     records: SlotRecords
     adopted: Adopted
 
 
 def new_records(
-    file: RecordFile, layout: KVLayout, shard: str, num_extents: int, policy: EvictionPolicy
+    file: RecordFile, layout: KVLayout, shard: str, tenant: str, num_extents: int, policy: EvictionPolicy
 ) -> SlotRecords:
     """Records of a space that is new, in an arena's records.
 
@@ -58,9 +59,9 @@ def new_records(
     """
     per_extent = file.identity.extent_bytes // layout.block_bytes
     capacity = per_extent * num_extents
-    about: bytes = msgpack.packb([*(getattr(layout, name) for name in _FIELDS), shard])
+    about: bytes = msgpack.packb([*(getattr(layout, name) for name in _FIELDS), shard, tenant])
     section = file.add(SectionKind.SPACE, about, slot_specs(capacity, num_extents))
-    arrays = SlotArrays.recorded(section, capacity, num_extents, space_id(layout, shard))
+    arrays = SlotArrays.recorded(section, capacity, num_extents, space_id(layout, shard, tenant))
     arrays.begin()
     return SlotRecords(per_extent, num_extents, policy, arrays)
 
@@ -81,7 +82,7 @@ def read_spaces(
         _read(file, section, num_extents, make_policy(), same_cold)
         for section in file.sections(SectionKind.SPACE)
     ]
-    if len({space_id(one.layout, one.shard) for one in found}) < len(found):
+    if len({space_id(one.layout, one.shard, one.tenant) for one in found}) < len(found):
         raise IntegrityError("a space is described twice")
     extents = [extent for one in found for extent in one.records.extents]
     if len(set(extents)) < len(extents):
@@ -93,10 +94,10 @@ def _read(
     file: RecordFile, section: Section, num_extents: int, policy: EvictionPolicy, same_cold: bool
 ) -> SavedSpace:
     try:
-        *values, shard = msgpack.unpackb(section.about)
+        *values, shard, tenant = msgpack.unpackb(section.about)
         fields = dict(zip(_FIELDS, values, strict=True))
         layout = KVLayout(**fields)
-        name = space_id(layout, shard)
+        name = space_id(layout, shard, tenant)
     except (ValueError, TypeError, ConfigError) as error:
         raise IntegrityError(f"the description of a space is damaged: {error}") from error
     per_extent = file.identity.extent_bytes // layout.block_bytes
@@ -105,4 +106,4 @@ def _read(
         raise IntegrityError("a space's blocks do not fit the arena's extents")
     arrays = SlotArrays.recorded(section, capacity, num_extents, name)
     records = SlotRecords(per_extent, num_extents, policy, arrays)
-    return SavedSpace(layout, shard, records, records.adopt(same_cold=same_cold))
+    return SavedSpace(layout, shard, tenant, records, records.adopt(same_cold=same_cold))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ from ..tiers.mover import HostMover
 from ..tiers.pinned import PinnedArena
 from .events import EventKind, EventStream
 from .stats import HostStats
+from .tenants import ANY_OTHER, Tenant
 
 __all__ = ["ExtentHolder", "HostShared"]
 
@@ -33,6 +34,11 @@ class ExtentHolder(Protocol):
     @property
     def extents(self) -> AbstractSet[int]:
         """The extents that it has."""
+        ...
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose space it is."""
         ...
 
     def yield_extent(self, before: int | None) -> bool:
@@ -51,6 +57,7 @@ class HostShared:
         device: ``cuda:N`` if that GPU is to read the arena in place.
         clean_ahead: share of host memory that is kept copied to the cold tier ahead of eviction.
         cold_deadline: seconds that one background read or write of the cold tier may take.
+        quotas: bytes that each tenant may have, of `check_quotas`.
 
     Attributes:
         changed: notified whenever waiting for room, for a writer or for the cleaner may be over.
@@ -68,7 +75,11 @@ class HostShared:
         *,
         clean_ahead: float,
         cold_deadline: float,
+        quotas: Mapping[str, int],
     ) -> None:
+        self._quotas = quotas
+        self.tenants: dict[str, Tenant] = {}
+        """Those that have a space, or had one."""
         self.arena = arena
         self.cold = cold
         self.device = device
@@ -146,6 +157,16 @@ class HostShared:
             self.cold.close()
         self.arena.close()
 
+    # Tenants
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant of a name."""
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            quota = self._quotas.get(name, self._quotas.get(ANY_OTHER))
+            tenant = self.tenants[name] = Tenant(name, quota)
+        return tenant
+
     # Extents, which spaces take from the arena and from each other
 
     def join(self, space: ExtentHolder) -> None:
@@ -171,7 +192,7 @@ class HostShared:
         self._taken -= 1
 
     def reclaim_extent(self, asking: ExtentHolder, before: int | None = None) -> bool:
-        """Free the longest unused extent of the largest space, if `asking` has less than a share.
+        """Free the longest unused extent of the largest space that may be asked, see `_donors`.
 
         Args:
             before: only an extent that was last used before this tick.
@@ -185,11 +206,33 @@ class HostShared:
         return bool(self._donors(asking))
 
     def _donors(self, asking: ExtentHolder) -> list[ExtentHolder]:
-        """The spaces that have extents, if `asking` has less than a share."""
-        share = self.arena.num_extents // len(self._holders)
-        if len(asking.extents) >= max(1, share):
+        """The spaces that have extents which `asking` may have; none if it has its share itself.
+
+        A space's share is its part of its tenant's share. A tenant's is its part of the arena, by quotas;
+        what it has beyond that others may have that lack some of theirs.
+        """
+        mine = asking.tenant
+        shares = self._shares()
+        if len(asking.extents) >= max(1, int(shares[mine]) // mine.spaces):
             return []
-        return [space for space in self._holders if space is not asking and space.extents]
+        held = dict.fromkeys(shares, 0)
+        for space in self._holders:
+            held[space.tenant] += len(space.extents)
+        lacks = held[mine] < max(1.0, shares[mine])
+        return [
+            space
+            for space in self._holders
+            if space is not asking
+            and space.extents
+            and (space.tenant is mine or (lacks and held[space.tenant] > shares[space.tenant]))
+        ]
+
+    def _shares(self) -> dict[Tenant, float]:
+        """Extents that each tenant with a space should have: by quotas, without one as if by all there is."""
+        whole = self.arena.num_extents * self.arena.extent_bytes
+        tenants = {space.tenant for space in self._holders}
+        quotas = {one: whole if one.quota is None else min(one.quota, whole) for one in tenants}
+        return {one: self.arena.num_extents * quotas[one] / sum(quotas.values()) for one in tenants}
 
     def check_extents(self) -> None:
         """Prove that every extent has one owner.

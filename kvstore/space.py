@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.cold import ColdStatus, ColdTier
-from ..tiers.errors import ConfigError, StaleHandleError
+from ..tiers.errors import ConfigError, QuotaError, StaleHandleError
 from ..tiers.layout import KVLayout
 from ..tiers.settings import (
     expect_array,
@@ -26,7 +26,7 @@ from ..tiers.settings import (
 )
 from .events import EventKind
 from .handles import Generations, Lease, Reservation, ReserveStatus
-from .hashing import HASH_BYTES, Tokens, hash_blocks
+from .hashing import HASH_BYTES, Tokens, hash_blocks, space_id
 from .loading import ColdLoad
 from .policy import Ids
 from .room import SpaceRoom
@@ -58,19 +58,22 @@ class HostSpace(SlotSpace):
         shared: what it shares with the other spaces.
         layout: how a block lies in memory.
         shard: the layers and heads it is of.
-        name: its `space_id`.
+        tenant: whose it is.
         records: its slots.
     """
 
     def __init__(
-        self, shared: HostShared, layout: KVLayout, shard: str, name: bytes, records: SlotRecords
+        self, shared: HostShared, layout: KVLayout, shard: str, tenant: str, records: SlotRecords
     ) -> None:
         super().__init__(layout, shared.arena.extent_bytes, shared.arena.num_extents)
         self.shard = shard
-        self.id = name
+        self.tenant = tenant
+        self.id = space_id(layout, shard, tenant)
         self._shared = shared
         self._records = records
-        self._room = SpaceRoom(shared, self._records, name)
+        self._tenant = shared.tenant(tenant)
+        self._room = SpaceRoom(shared, records, self.id, self._tenant, layout.block_bytes)
+        self._tenant.join(self._room)
         shared.join(self._room)
 
     # Where slots are
@@ -148,6 +151,8 @@ class HostSpace(SlotSpace):
             lease = self._lease_leading(hashes)
             shared.stats.matched += len(lease)
             shared.stats.missed += len(hashes) - len(lease)
+            self._tenant.stats.matched += len(lease)
+            self._tenant.stats.missed += len(hashes) - len(lease)
         cold = shared.cold
         if cold_deadline is not None and cold is not None and len(lease) < len(hashes):
             lease.cold = self.count_in_cold(cold, hashes[len(lease) :], cold_deadline)
@@ -197,12 +202,24 @@ class HostSpace(SlotSpace):
 
         Raises:
             ConfigError: a hash is not 16 bytes.
+            QuotaError: there are blocks to write and the tenant's quota has room for none of them: what it
+                has is leased, pinned or being written.
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         return self.reserve_named(hashes, wait=expect_seconds("wait", wait))
 
     def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
         """`reserve` that trusts its arguments: for names made by `kvstore.hashing`, in an engine's step."""
+        reservation, over_quota = self._reserve(hashes, wait)
+        if over_quota and not (reservation.status == _NEW).any():
+            raise QuotaError(
+                f"tenant {self.tenant!r} has a quota of {self._tenant.quota} bytes, and all of it is leased, "
+                f"pinned or being written: there is no room for blocks of {self.layout.block_bytes} bytes"
+            )
+        return reservation
+
+    def _reserve(self, hashes: Sequence[bytes], wait: float) -> tuple[Reservation, bool]:
+        """Slots to write blocks into, and whether the tenant's quota was why there were not enough."""
         end = time.monotonic() + wait
         shared, records = self._shared, self._records
         with shared.lock():
@@ -230,8 +247,11 @@ class HostSpace(SlotSpace):
             slots[chosen] = granted
             records.reserve(granted, [hashes[at] for at in chosen.tolist()])
             shared.stats.denied += short
+            over_quota = short > 0 and self._room.over_quota
+            self._tenant.stats.denied += short
+            self._tenant.stats.over_quota += short if over_quota else 0
             generations = np.where(status <= _PRESENT, records.generations[slots], 0)
-        return Reservation(self, hashes, status, slots, generations)
+        return Reservation(self, hashes, status, slots, generations), over_quota
 
     def reserved(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], Ids, Generations]:
         """Which of these are being written: int64 [n] positions, each hash once; slots and generations."""
@@ -258,6 +278,7 @@ class HostSpace(SlotSpace):
             mine = slots if good.all() else slots[good]
             names = self._records.commit(mine, shared.tick(), in_cold=in_cold)
             shared.stats.committed += len(mine)
+            self._tenant.stats.committed += len(mine)
             shared.post(EventKind.STORED, "host", self.id, names)
             shared.changed.notify_all()
             if len(mine) < len(slots):
@@ -380,7 +401,8 @@ class HostSpace(SlotSpace):
             # Not further than to what is resident: it may have to make room for what comes first.
             index = self._records.index
             batch = batch[: next((at for at, name in enumerate(batch) if name in index), None)]
-        with self.reserve_named(batch, wait=deadline) as reservation:
+        # No room, by the quota or not, is a miss.
+        with self._reserve(batch, deadline)[0] as reservation:
             new = reservation.new
             names = [batch[at] for at in new.tolist()]
             views = [self.view(slot) for slot in reservation.slots[new].tolist()]

@@ -34,6 +34,7 @@ MESSAGES: tuple[type[Message], ...] = tuple(
 )
 """Every message, by its tag."""
 _LATER_ERRORS = ("NotInPlaceError", "TLSError")
+_LAST_ERRORS = ("QuotaError",)
 
 
 def error_of_each_class() -> list[KVPagerError]:
@@ -42,6 +43,11 @@ def error_of_each_class() -> list[KVPagerError]:
         kind = getattr(errors, name)
         made.append(kind("host_bytes", "is zero") if name == "ConfigError" else kind(f"what {name} says"))
     return made
+
+
+def _age_of(error: KVPagerError) -> int:
+    name = type(error).__name__
+    return 2 if name in _LAST_ERRORS else int(name in _LATER_ERRORS)
 
 
 def _hash(number: int) -> bytes:
@@ -93,7 +99,7 @@ def frames() -> dict[str, Frame]:
         "reassert": Request(20, m.Reassert(0, slots, generations, np.array([1, 2, 0], np.int32))),
     }
     # What was recorded keeps its id: errors that came later are last.
-    by_age = sorted(error_of_each_class(), key=lambda error: type(error).__name__ in _LATER_ERRORS)
+    by_age = sorted(error_of_each_class(), key=_age_of)
     for number, error in enumerate(by_age):
         made[f"failure {type(error).__name__}"] = Failure(100 + number, error)
     return made

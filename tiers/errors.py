@@ -6,6 +6,7 @@
     ├── ConfigError            a setting has a wrong value; the message names the setting
     ├── LayoutError            bytes of one KV layout meant for another
     ├── CapacityError          a tier has no room for what was asked
+    │   └── QuotaError                 there is room, but not within the tenant's quota
     ├── MemoryUnavailableError memory for an arena is not to be had on this machine
     ├── StaleHandleError       a slot was granted again since the handle was made
     ├── ClosedError            used after close()
@@ -44,6 +45,7 @@ __all__ = [
     "ModelError",
     "NotInPlaceError",
     "ProtocolError",
+    "QuotaError",
     "RecordError",
     "RequestError",
     "ServiceError",
@@ -75,6 +77,10 @@ class LayoutError(KVPagerError):
 
 class CapacityError(KVPagerError):
     """A tier has no room for what was asked."""
+
+
+class QuotaError(CapacityError):
+    """A tenant's quota has no room for what was asked, and nothing of the tenant's own may go for it."""
 
 
 class MemoryUnavailableError(KVPagerError):
