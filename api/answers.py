@@ -55,6 +55,8 @@ from .messages import (
     Note,
     OpenSpace,
     Pin,
+    Purge,
+    PurgeTenant,
     Put,
     PutNote,
     Reassert,
@@ -66,6 +68,7 @@ from .messages import (
     Subscribe,
     Unpin,
 )
+from .purges import Purges
 
 __all__ = ["Answers", "Job", "Service", "ServiceCounters", "request_bytes"]
 
@@ -125,6 +128,7 @@ class Service:
         host: the store.
         max_frame: bytes of the largest frame.
         draining: whether the sidecar is being stopped: nothing new is reserved.
+        purges: makes purges; there is one once the sidecar is started.
     """
 
     host: HostStore
@@ -132,6 +136,7 @@ class Service:
     draining: bool = False
     counters: ServiceCounters = field(default_factory=ServiceCounters)
     spaces: set[bytes] = field(default_factory=set)
+    purges: Purges | None = None
 
 
 def request_bytes(message: Message) -> int:
@@ -200,6 +205,8 @@ class Answers:
             GetStats: self._get_stats,
             Subscribe: self._change_subscription,
             Flush: self._flush,
+            Purge: self._purge,
+            PurgeTenant: self._purge_tenant,
         }
 
     def understands(self, message: Message) -> bool:
@@ -417,6 +424,23 @@ class Answers:
     def _evict(self, asked: Evict) -> Message | Job:
         space = self._space(asked.space)
         return _counted(asked.count, lambda: space.evict(min(asked.count, space.capacity)))
+
+    def _purge(self, asked: Purge) -> Message | Job:
+        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        notes = [asked.note] if asked.note else []
+        return Job(True, *self._purges.of_space(space, asked.hashes, notes, wait))
+
+    def _purge_tenant(self, asked: PurgeTenant) -> Message | Job:
+        tenant = check_tenant("tenant", asked.tenant)
+        self._refuse_other_tenants(tenant)
+        return Job(True, *self._purges.of_tenant(tenant, _seconds("deadline", asked.deadline)))
+
+    @property
+    def _purges(self) -> Purges:
+        purges = self._service.purges
+        if purges is None:
+            raise ServiceUnavailableError("the sidecar is not started yet")
+        return purges
 
     # Bytes
 

@@ -36,6 +36,7 @@ from .client_shell import (
     Subscriptions,
     core_of,
     flush_ask,
+    purge_tenant_ask,
     read_socket,
     stats_ask,
     tell_lost,
@@ -46,6 +47,7 @@ from .endpoint import Endpoint, endpoint_of
 from .holdings import Handles
 from .inline_asks import Steps
 from .inline_space import InlineSpace
+from .messages import Purged
 from .remote_space import RemoteSpace
 
 __all__ = ["Connection", "connect"]
@@ -229,6 +231,21 @@ class Connection:
             ServiceUnavailableError: it does not answer. This is no call of the serving path.
         """
         return self.ask(flush_ask(deadline))
+
+    def purge_tenant(self, tenant: str, deadline: float = 30.0) -> Purged:
+        """Have all of a tenant be gone from host memory and the cold tier, in all its spaces.
+
+        What somebody holds is found by nobody from then on and goes when he lets go of it; `Purged.left` says
+        who. Blocks in an engine's own device memory are the engine's business.
+
+        Args:
+            deadline: seconds that the cold tier may take.
+
+        Raises:
+            AccessDeniedError: the token is not one of this tenant.
+            ServiceUnavailableError: the sidecar does not answer.
+        """
+        return self.ask(purge_tenant_ask(tenant, deadline))
 
     def stats(self) -> dict[str, Any]:
         """The sidecar's counters.

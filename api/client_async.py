@@ -17,6 +17,7 @@ from ..kvstore.events import EventStream, Listener
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
 from ..kvstore.policy import Ids
+from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotPlaces
 from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
@@ -27,7 +28,14 @@ from ..tiers.errors import (
 )
 from ..tiers.layout import KVLayout
 from ..tiers.mover import HostMover
-from ..tiers.settings import expect_byte_strings, expect_flag, expect_seconds, expect_type
+from ..tiers.settings import (
+    expect_byte_strings,
+    expect_bytes,
+    expect_flag,
+    expect_seconds,
+    expect_text,
+    expect_type,
+)
 from .client_calls import Ask, Call
 from .client_core import ClientCounters
 from .client_shell import (
@@ -36,6 +44,7 @@ from .client_shell import (
     Subscriptions,
     core_of,
     flush_ask,
+    purge_tenant_ask,
     read_socket,
     stats_ask,
     tell_lost,
@@ -46,7 +55,8 @@ from .copies import BufferedReservation, CopiedLease, fill_buffer, read_copies, 
 from .endpoint import Endpoint, endpoint_of
 from .holdings import Handles
 from .inline_asks import InlineAsks, Steps
-from .space_asks import SpaceAsks, handles_of
+from .messages import Purged
+from .space_asks import SpaceAsks, handles_of, session_blocks
 
 __all__ = ["AsyncConnection", "AsyncSpace", "connect_async"]
 
@@ -155,6 +165,10 @@ class AsyncConnection:
     async def flush(self, deadline: float = 30.0) -> int:
         """See `Connection.flush`."""
         return await self.ask(flush_ask(deadline))
+
+    async def purge_tenant(self, tenant: str, deadline: float = 30.0) -> Purged:
+        """See `Connection.purge_tenant`."""
+        return await self.ask(purge_tenant_ask(tenant, deadline))
 
     async def stats(self) -> dict[str, Any]:
         """See `Connection.stats`."""
@@ -484,6 +498,16 @@ class AsyncSpace(SlotPlaces):
     async def evict(self, count: int) -> int:
         """See `HostSpace.evict`."""
         return await self._connection.ask(self._asks.evict(count))
+
+    async def purge(self, hashes: Sequence[bytes], *, note: bytes = b"", deadline: float = 30.0) -> Purged:
+        """See `RemoteSpace.purge`."""
+        return await self._connection.ask(self._asks.purge(hashes, note, deadline))
+
+    async def purge_session(self, name: str, *, root: bytes, deadline: float = 30.0) -> Purged:
+        """See `RemoteSpace.purge_session`."""
+        key = session_key(expect_bytes("root", root, HASH_BYTES), expect_text("name", name))
+        found = await self.get_note(key, deadline)
+        return await self.purge(session_blocks(found, self.layout), note=key, deadline=deadline)
 
     async def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
         """See `HostSpace.put_note`."""

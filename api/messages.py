@@ -44,6 +44,9 @@ __all__ = [
     "Note",
     "OpenSpace",
     "Pin",
+    "Purge",
+    "PurgeTenant",
+    "Purged",
     "Put",
     "PutNote",
     "Reassert",
@@ -551,6 +554,59 @@ class Reassert(Message):
     slots: Ids
     generations: Generations
     counts: Ids
+
+
+@_message(40)
+@dataclass(frozen=True)
+class Purge(Message):
+    """Have blocks of a space, and a note of it, be gone from host memory and the cold tier.
+
+    Args:
+        note: the note's name; empty: none.
+        deadline: seconds that the cold tier may take.
+    """
+
+    space: int
+    hashes: Hashes
+    note: bytes
+    deadline: float
+
+
+@_message(41)
+@dataclass(frozen=True)
+class PurgeTenant(Message):
+    """Have everything of a tenant be gone: in all spaces that the sidecar knows of it, blocks and notes.
+
+    Args:
+        deadline: seconds that the cold tier may take.
+    """
+
+    tenant: str
+    deadline: float
+
+
+@_message(42)
+@dataclass(frozen=True)
+class Purged(Message):
+    """The reply to `Purge` and `PurgeTenant`: what is gone, and what is not yet.
+
+    Args:
+        spaces: spaces that this was about.
+        host_blocks, host_bytes: gone from host memory.
+        cold_blocks, cold_bytes: gone from the cold tier.
+        notes: notes that are gone.
+        left: why something is left: ``leased`` and ``reserved`` map who holds blocks to how many; they go
+            when these let go of them, and are found by nobody meanwhile. ``cold`` says what kept the cold
+            tier from removing all of it; it is told again, and nothing of it is loaded.
+    """
+
+    spaces: int
+    host_blocks: int
+    host_bytes: int
+    cold_blocks: int
+    cold_bytes: int
+    notes: int
+    left: dict[str, Any]
 
 
 def fields_of(message: Message) -> list[Any]:

@@ -12,15 +12,17 @@ import numpy.typing as npt
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
 from ..kvstore.policy import Ids
+from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotSpace
 from ..tiers.errors import ClosedError, StaleHandleError
 from ..tiers.mover import HostMover
-from ..tiers.settings import expect_array, expect_byte_strings, expect_seconds
+from ..tiers.settings import expect_array, expect_byte_strings, expect_bytes, expect_seconds, expect_text
 from .client_calls import Ask
 from .client_core import ClientCore
 from .client_space import ClientSpace
 from .holdings import Handles
-from .space_asks import LoadedLease, SpaceAsks, handles_of
+from .messages import Purged
+from .space_asks import LoadedLease, SpaceAsks, handles_of, session_blocks
 
 __all__ = ["RemoteLoad", "RemoteSpace", "Shell"]
 
@@ -221,6 +223,31 @@ class RemoteSpace(SlotSpace):
     def start_load(self, hashes: Sequence[bytes]) -> RemoteLoad:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
         return RemoteLoad(self._shell.begin(self._asks.load(hashes, _LOAD_SECONDS)))
+
+    def purge(self, hashes: Sequence[bytes], *, note: bytes = b"", deadline: float = 30.0) -> Purged:
+        """Have blocks, and a note, be gone from host memory and the cold tier. See `Connection.purge_tenant`.
+
+        Raises:
+            ServiceUnavailableError: the sidecar does not answer.
+        """
+        return self._shell.ask(self._asks.purge(hashes, note, deadline))
+
+    def purge_session(self, name: str, *, root: bytes, deadline: float = 30.0) -> Purged:
+        """Have a session that was saved be gone, its record and its blocks, those that others share included.
+
+        Where there is no record of it nothing is known of its blocks: purge these by their hashes.
+
+        Args:
+            name: its id.
+            root: the root of its chain.
+
+        Raises:
+            RecordError: its record is of another version.
+            ServiceUnavailableError: the sidecar does not answer.
+        """
+        key = session_key(expect_bytes("root", root, HASH_BYTES), expect_text("name", name))
+        found = self.get_note(key, deadline)
+        return self.purge(session_blocks(found, self.layout), note=key, deadline=deadline)
 
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
         """Keep a small named record in the cold tier; False where there is none or it did not take it."""

@@ -40,6 +40,7 @@ from .connection import Connection, Limits, Threads
 from .groups import Group, Groups, peer_of
 from .listening import ListeningSocket
 from .messages import Event, Hello, Welcome
+from .purges import Purges
 from .remote_access import RemoteAccess
 from .remote_door import RemoteDoor
 from .survivors import Survivors, restore_groups
@@ -54,6 +55,8 @@ _LENGTH: Final = struct.Struct("<I")
 _MOST_HELLO: Final = 4096
 """Bytes of the first frame."""
 _NAME_BYTES: Final = 16
+_MOST_NAME: Final = 64
+"""Characters of what a client calls itself, where it is told."""
 _HELLO_SECONDS: Final = 5.0
 _ACCEPT_PAUSE: Final = 1.0
 """Seconds without new connections when descriptors have run out."""
@@ -169,6 +172,7 @@ class Sidecar:
         try:
             self._listening = ListeningSocket(self._path, 0o666 if others else 0o600)
             self._groups = Groups(self._loop, self._give_back, self._host.records)
+            self._service.purges = Purges(self._host, self._groups)
             self._survivors = restore_groups(self._groups, self._host, self._loop)
             if self._remote is not None:
                 self._door = self._open_door(self._remote)
@@ -295,7 +299,7 @@ class Sidecar:
         except BaseException:
             connected.close()
             raise
-        connection = self._join(group, hello.client)
+        connection = self._join(group, hello)
         try:
             welcome = self._welcome(number, version, self._host.arena.capacity_bytes)
             if socket.send_fds(connected, [welcome], [self._host.arena.fd]) != len(welcome):
@@ -311,7 +315,7 @@ class Sidecar:
             self._check_room(sum(one.remote for one in self._connections), remote.max_clients)
             tenants = remote.tenants_of(hello.token)
             group = self._groups.attach_remote(hello.group, hello.client)
-            connection = self._join(group, hello.client, tenants)
+            connection = self._join(group, hello, tenants)
             # No descriptor goes this way: 0 bytes of arena.
             transport.write(self._welcome(number, version, 0))
             transport.set_protocol(connection)
@@ -330,13 +334,13 @@ class Sidecar:
         if clients >= most:
             raise ServiceUnavailableError(f"the sidecar has {most} clients, and takes no more")
 
-    def _join(self, group: Group, client: bytes, tenants: frozenset[str] | None = None) -> Connection:
+    def _join(self, group: Group, hello: Hello, tenants: frozenset[str] | None = None) -> Connection:
         """A connection of a group, which is not made yet.
 
         Args:
             tenants: those whose spaces it may open, and whose events it hears; None: all.
         """
-        remote = group.uid is None
+        remote, client = group.uid is None, hello.client
         connection = Connection(
             self._service,
             lambda made: self._answers(made, group, client, tenants),
@@ -347,7 +351,7 @@ class Sidecar:
             tenants=tenants,
         )
         self._connections.add(connection)
-        group.join(connection, client)
+        group.join(connection, client, hello.name[:_MOST_NAME])
         return connection
 
     def _welcome(self, number: int, version: int, arena_bytes: int) -> bytes:

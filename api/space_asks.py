@@ -11,7 +11,9 @@ import numpy.typing as npt
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus, SlotOwner
 from ..kvstore.hashing import HASH_BYTES, Tokens, hash_blocks
 from ..kvstore.policy import Ids
+from ..kvstore.session import SessionRecord
 from ..tiers.errors import ConfigError, ProtocolError
+from ..tiers.layout import KVLayout
 from ..tiers.settings import (
     expect_array,
     expect_byte_strings,
@@ -21,6 +23,7 @@ from ..tiers.settings import (
 )
 from .client_calls import Ask, expect
 from .client_core import ClientCore
+from .client_shell import nothing_purged
 from .client_space import ClientSpace
 from .holdings import Handles
 from .messages import (
@@ -35,13 +38,15 @@ from .messages import (
     Message,
     Note,
     Pin,
+    Purge,
+    Purged,
     PutNote,
     Reserve,
     Reserved,
     Unpin,
 )
 
-__all__ = ["LoadedLease", "SpaceAsks", "handles_of"]
+__all__ = ["LoadedLease", "SpaceAsks", "handles_of", "session_blocks"]
 
 _INT32: Final = np.dtype(np.int32)
 _INT64: Final = np.dtype(np.int64)
@@ -174,6 +179,19 @@ class SpaceAsks:
         count = expect_integer("count", count, 0)
         return self._counted(lambda number: Evict(number, count))
 
+    def purge(self, hashes: Sequence[bytes], note: bytes, deadline: float) -> Ask[Purged]:
+        """Have blocks and a note be gone."""
+        names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
+        note, seconds = expect_bytes("note", note), expect_seconds("deadline", deadline)
+        return Ask(
+            self._space,
+            lambda number: Purge(number, names, note, seconds),
+            lambda reply: expect(reply, Purged),
+            nothing_purged,
+            seconds,
+            required=True,
+        )
+
     def put_note(self, name: bytes, value: bytes, deadline: float) -> Ask[int]:
         """Keep a small record in the cold tier; 1 where it was kept."""
         name, value = expect_bytes("name", name), expect_bytes("value", value)
@@ -214,6 +232,15 @@ class SpaceAsks:
         self._space.held.make_room(handles.slots)
         if not self._space.held.fits(handles):
             raise ProtocolError("the sidecar names slots that the space does not have")
+
+
+def session_blocks(note: bytes | None, layout: KVLayout) -> list[bytes]:
+    """The blocks of a session that was saved: none where there is no note of it.
+
+    Raises:
+        RecordError: the note is of another version.
+    """
+    return [] if note is None else SessionRecord.unpack(note).blocks(layout.block_size)
 
 
 def handles_of(slots: Ids, generations: Generations) -> Handles:

@@ -122,6 +122,11 @@ def space_id(layout: KVLayout, shard: str = "", tenant: str = "") -> bytes:
     return _digest(b"kvpager-space-1", *parts)
 
 
+def notes_id(space: bytes) -> bytes:
+    """16 bytes that name where the notes of a space with a tenant are kept."""
+    return _digest(b"kvpager-notes-1", space)
+
+
 def as_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
     """Token ids as a contiguous little-endian int32 array, without a copy where they are one.
 

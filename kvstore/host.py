@@ -358,6 +358,8 @@ class HostStore:
                     return
             began = time.monotonic()
             try:
+                for space in self._opened():
+                    space.retry_purges()
                 written = sum(space.write_to_cold() for space in self._opened()) if shared.cold_is_due else 0
             except ClosedError:
                 if not shared.closed:

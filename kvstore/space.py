@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.errors import ConfigError, QuotaError, StaleHandleError
 from ..tiers.layout import KVLayout
+from ..tiers.record import NOTE_SPACE
 from ..tiers.settings import (
     expect_array,
     expect_byte_strings,
@@ -26,9 +27,10 @@ from ..tiers.settings import (
 )
 from .events import EventKind
 from .handles import Generations, Lease, Reservation, ReserveStatus
-from .hashing import HASH_BYTES, Tokens, hash_blocks, space_id
+from .hashing import HASH_BYTES, Tokens, hash_blocks, notes_id, space_id
 from .loading import ColdLoad
 from .policy import Ids
+from .purging import HeldSlots, PurgeReport, SpacePurges
 from .room import SpaceRoom
 from .shared import HostShared
 from .slot_space import SlotSpace
@@ -75,6 +77,8 @@ class HostSpace(SlotSpace):
         self._room = SpaceRoom(shared, records, self.id, self._tenant, layout.block_bytes)
         self._tenant.join(self._room)
         shared.join(self._room)
+        self._notes = notes_id(self.id) if tenant else NOTE_SPACE
+        self._purges = SpacePurges(shared, records, self.id, self._notes, layout.block_bytes, self._tenant)
 
     # Where slots are
 
@@ -277,8 +281,9 @@ class HostSpace(SlotSpace):
             good = self._records.reserved(slots, generations)
             mine = slots if good.all() else slots[good]
             names = self._records.commit(mine, shared.tick(), in_cold=in_cold)
-            shared.stats.committed += len(mine)
-            self._tenant.stats.committed += len(mine)
+            self._purges.written(names)
+            shared.stats.committed += len(names)
+            self._tenant.stats.committed += len(names)
             shared.post(EventKind.STORED, "host", self.id, names)
             shared.changed.notify_all()
             if len(mine) < len(slots):
@@ -383,6 +388,8 @@ class HostSpace(SlotSpace):
 
     def count_in_cold(self, cold: ColdTier, hashes: Sequence[bytes], deadline: float) -> int:
         """How many leading blocks the cold tier seems to have; 0 where it does not answer by `deadline`."""
+        with self._shared.lock():
+            hashes = self._purges.may_load(hashes)
         there = cold.contains(self.id, hashes, deadline)
         return len(there) if there.all() else int(there.argmin())
 
@@ -401,6 +408,7 @@ class HostSpace(SlotSpace):
             # Not further than to what is resident: it may have to make room for what comes first.
             index = self._records.index
             batch = batch[: next((at for at, name in enumerate(batch) if name in index), None)]
+            batch = list(self._purges.may_load(batch))
         # No room, by the quota or not, is a miss.
         with self._reserve(batch, deadline)[0] as reservation:
             new = reservation.new
@@ -468,7 +476,8 @@ class HostSpace(SlotSpace):
             done = status == ColdStatus.OK
             written = int(np.count_nonzero(done))
             with shared.lock():
-                records.end_cleaning(slots, done)
+                purged = records.end_cleaning(slots, done)
+                done &= ~purged
                 shared.stats.cold_written += written
                 shared.stats.cold_write_failed += len(slots) - written
                 shared.cold_answered(status)
@@ -476,6 +485,8 @@ class HostSpace(SlotSpace):
                     EventKind.STORED, "cold", self.id, [names[at] for at in np.flatnonzero(done).tolist()]
                 )
                 shared.changed.notify_all()
+            if purged.any():
+                self._purges.remove_copies([names[at] for at in np.flatnonzero(purged).tolist()])
         return written
 
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
@@ -483,7 +494,11 @@ class HostSpace(SlotSpace):
         self._shared.check_open()
         key, cold = self.id + expect_bytes("name", name), self._shared.cold
         expect_bytes("value", value)
-        return cold is not None and cold.put_note(key, value, deadline) == ColdStatus.OK
+        if cold is None:
+            return False
+        if not self.tenant:
+            return cold.put_note(key, value, deadline) == ColdStatus.OK
+        return cold.put_note(key, value, deadline, space=self._notes) == ColdStatus.OK
 
     def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
         """A named record from the cold tier, or None."""
@@ -491,8 +506,40 @@ class HostSpace(SlotSpace):
         key, cold = self.id + expect_bytes("name", name), self._shared.cold
         if cold is None:
             return None
-        status, value = cold.get_note(key, deadline)
+        if not self.tenant:
+            status, value = cold.get_note(key, deadline)
+        else:
+            status, value = cold.get_note(key, deadline, space=self._notes)
         return value if status == ColdStatus.OK else None
+
+    def purge(
+        self, hashes: Sequence[bytes] | None, *, notes: Sequence[bytes] = (), deadline: float = 30.0
+    ) -> PurgeReport:
+        """Have blocks be gone from host memory and the cold tier, whether they are pinned or not.
+
+        After this nobody finds them, what is leased included; that goes when its leases end.
+
+        Args:
+            hashes: of these blocks; None: of all, and all notes of a space that has a tenant.
+            notes: names of notes that are to go as well.
+            deadline: seconds that the cold tier may take, and copies to it that are under way.
+        """
+        if hashes is not None:
+            hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        for name in notes:
+            expect_bytes("notes", name)
+        return self._purges.run(hashes, notes, time.monotonic() + expect_seconds("deadline", deadline))
+
+    def still_purged(self, held: HeldSlots) -> HeldSlots:
+        """Those of the slots that a purge left that somebody still holds."""
+        with self._shared.lock():
+            same = self._records.generations[held.slots] == held.generations
+            slots = self._records.purged(held.slots[same])
+            return HeldSlots(slots, self._records.generations[slots])
+
+    def retry_purges(self) -> None:
+        """Have the cold tier remove what it was to and did not, if there is something and it is time."""
+        self._purges.try_again()
 
     # What another process left
 

@@ -886,7 +886,7 @@ def test_what_a_stalled_sidecar_was_not_sent_is_given_back(
         assert len(reservation.new) == 20
         serving.pause()
         reservation.commit()  # the first of it is sent, and not answered
-        assert not client.core._spaces[space.id, ""].held.reservations
+        assert not client.core._spaces[space.id].held.reservations
         assert space.put(names(50, 1), blocks(1)) == 0
         serving.resume()
         with RawClient(serving.path) as local:

@@ -96,6 +96,9 @@ def frames() -> dict[str, Frame]:
         "subscribe": Request(18, m.Subscribe(True)),
         "event": Notice(m.Event("stored", "host", _hash(64), hashes, 0)),
         "flush": Request(19, m.Flush(30.0)),
+        "purge": Request(21, m.Purge(0, hashes, b"name", 30.0)),
+        "purge tenant": Request(22, m.PurgeTenant("tenant é", 30.0)),
+        "purged": Reply(22, m.Purged(2, 10, 40960, 12, 49152, 1, {"leased": {"engine 0 (pid 4242)": 3}})),
         "reassert": Request(20, m.Reassert(0, slots, generations, np.array([1, 2, 0], np.int32))),
     }
     # What was recorded keeps its id: errors that came later are last.
