@@ -46,6 +46,7 @@ from .messages import (
     Get,
     GetNote,
     GetStats,
+    Hint,
     Leased,
     LeaseSlots,
     Load,
@@ -197,6 +198,7 @@ class Answers:
             Abort: self._abort,
             Pin: self._pin,
             Unpin: self._unpin,
+            Hint: self._hint,
             Evict: self._evict,
             PutNote: self._put_note,
             GetNote: self._get_note,
@@ -415,7 +417,14 @@ class Answers:
 
     def _pin(self, asked: Pin) -> Message | Job:
         space = self._space(asked.space)
-        return _counted(len(asked.hashes), lambda: space.pin(asked.hashes))
+        ttl = expect_seconds("ttl", asked.ttl) or None
+        return _counted(len(asked.hashes), lambda: space.pin(asked.hashes, ttl=ttl))
+
+    def _hint(self, asked: Hint) -> Message | Job:
+        space = self._space(asked.space)
+        if asked.wanted:
+            self._refuse_if_draining()
+        return _counted(len(asked.hashes), lambda: space.hint(asked.hashes, wanted=asked.wanted))
 
     def _unpin(self, asked: Unpin) -> Message | Job:
         space = self._space(asked.space)

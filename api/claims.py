@@ -120,7 +120,8 @@ class Claims:
     def holds(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """bool [n]: which of these the client has leased or reserved."""
         held: npt.NDArray[np.bool_] = (self._leases[slots] > 0) | self._reserved[slots]
-        return held & (self._generations[slots] == generations)
+        held &= self._generations[slots] == generations
+        return held
 
     def agree(self, slots: Ids, generations: Generations, counts: Ids) -> npt.NDArray[np.bool_]:
         """Make this agree with what the client says that it holds, and nothing else.

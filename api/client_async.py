@@ -487,9 +487,13 @@ class AsyncSpace(SlotPlaces):
         with await self.match(hashes) as lease:
             return self.read_blocks(lease, out)
 
-    async def pin(self, hashes: Sequence[bytes]) -> int:
+    async def pin(self, hashes: Sequence[bytes], *, ttl: float | None = None) -> int:
         """See `HostSpace.pin`."""
-        return await self._connection.ask(self._asks.pin(hashes))
+        return await self._connection.ask(self._asks.pin(hashes, ttl))
+
+    async def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+        """See `HostSpace.hint`."""
+        return await self._connection.ask(self._asks.hint(hashes, wanted))
 
     async def unpin(self, hashes: Sequence[bytes]) -> int:
         """See `HostSpace.unpin`."""

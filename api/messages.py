@@ -2,13 +2,14 @@
 
 A message is a frozen dataclass with a tag; its fields travel in the order in which they are written. Hashes,
 slots and generations of many blocks are one byte string each, so no frame has an object per block. A tag
-means the same for ever; a field may be added at a message's end, and none is taken away or changed.
+means the same for ever; a field may be added at a message's end, with a default for those that do not send
+it, and none is taken away or changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Final, TypeAlias, TypeVar, get_type_hints
 
 import numpy as np
@@ -35,6 +36,7 @@ __all__ = [
     "GetStats",
     "Hashes",
     "Hello",
+    "Hint",
     "LeaseSlots",
     "Leased",
     "Load",
@@ -167,6 +169,8 @@ class Message:
 _M = TypeVar("_M", bound=type[Message])
 _messages: dict[int, type[Message]] = {}
 _codecs: dict[type[Message], tuple[_Codec, ...]] = {}
+_least: dict[type[Message], int] = {}
+"""Fields that a message must have: those that came later have defaults."""
 
 
 def _message(tag: int) -> Callable[[_M], _M]:
@@ -178,6 +182,8 @@ def _message(tag: int) -> Callable[[_M], _M]:
         kind.TAG = tag
         hints = get_type_hints(kind)
         _codecs[kind] = tuple(_codec_of(hints[field.name]) for field in fields(kind))  # type: ignore[arg-type]
+        given = [field for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]
+        _least[kind] = len(given)
         _messages[tag] = kind
         return kind
 
@@ -405,10 +411,15 @@ class Abort(Message):
 @_message(22)
 @dataclass(frozen=True)
 class Pin(Message):
-    """Keep resident blocks from eviction; answered by how many are."""
+    """Keep resident blocks from eviction; answered by how many are.
+
+    Args:
+        ttl: seconds until the pin ends by itself; 0: never.
+    """
 
     space: int
     hashes: Hashes
+    ttl: float = 0.0
 
 
 @_message(23)
@@ -609,6 +620,16 @@ class Purged(Message):
     left: dict[str, Any]
 
 
+@_message(43)
+@dataclass(frozen=True)
+class Hint(Message):
+    """Advice: blocks will be wanted soon, or not again; answered by how many it is tried for."""
+
+    space: int
+    hashes: Hashes
+    wanted: bool
+
+
 def fields_of(message: Message) -> list[Any]:
     """What is put into msgpack for a message's fields."""
     codecs = _codecs[type(message)]
@@ -626,7 +647,7 @@ def message_of(tag: object, values: object) -> Message:
     if kind is None:
         raise ProtocolError(f"there is no message with tag {tag!r:.40}")
     codecs = _codecs[kind]
-    # A newer peer may have added fields at the end; it may not leave any out.
-    if type(values) is not tuple or len(values) < len(codecs):
+    # A newer peer may have added fields at the end; an older one leaves out those that came later alone.
+    if type(values) is not tuple or len(values) < _least[kind]:
         raise ProtocolError(f"{kind.__name__} has {len(codecs)} fields")
     return kind(*(codec.unpack(value) for codec, value in zip(codecs, values, strict=False)))

@@ -199,9 +199,13 @@ class RemoteSpace(SlotSpace):
         """Reserved slots will not be written. Does not wait, as `release`."""
         self._refused("abort", self._shell.abort(self._space, handles_of(slots, generations)))
 
-    def pin(self, hashes: Sequence[bytes]) -> int:
-        """Keep resident blocks in host memory until `unpin`; returns how many leading ones were there."""
-        return self._shell.ask(self._asks.pin(hashes))
+    def pin(self, hashes: Sequence[bytes], *, ttl: float | None = None) -> int:
+        """Keep resident blocks in host memory until `unpin`, or for `ttl` seconds. See `HostSpace.pin`."""
+        return self._shell.ask(self._asks.pin(hashes, ttl))
+
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+        """Advice: these blocks will be wanted soon, or not again. See `HostSpace.hint`."""
+        return self._shell.ask(self._asks.hint(hashes, wanted))
 
     def unpin(self, hashes: Sequence[bytes]) -> int:
         """End a pin; returns how many of the blocks were pinned."""

@@ -18,6 +18,7 @@ from ..tiers.settings import (
     expect_array,
     expect_byte_strings,
     expect_bytes,
+    expect_flag,
     expect_integer,
     expect_seconds,
 )
@@ -30,6 +31,7 @@ from .messages import (
     Count,
     Evict,
     GetNote,
+    Hint,
     Leased,
     LeaseSlots,
     Load,
@@ -164,10 +166,17 @@ class SpaceAsks:
 
         return Ask(self._space, lambda number: Reserve(number, names, wait), convert, instead, wait, drop)
 
-    def pin(self, hashes: Sequence[bytes]) -> Ask[int]:
+    def pin(self, hashes: Sequence[bytes], ttl: float | None) -> Ask[int]:
         """Keep resident blocks from eviction."""
         names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
-        return self._counted(lambda number: Pin(number, names))
+        seconds = 0.0 if ttl is None else expect_seconds("ttl", ttl, above=True)
+        return self._counted(lambda number: Pin(number, names, seconds))
+
+    def hint(self, hashes: Sequence[bytes], wanted: bool) -> Ask[int]:
+        """Say what will be wanted, or not."""
+        names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
+        wanted = expect_flag("wanted", wanted)
+        return self._counted(lambda number: Hint(number, names, wanted))
 
     def unpin(self, hashes: Sequence[bytes]) -> Ask[int]:
         """Let pinned blocks be evicted again."""

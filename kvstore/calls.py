@@ -112,8 +112,12 @@ class SpaceCalls(SlotOwner, Protocol):
         """Copy the leading resident blocks out, uint8 [n, block_bytes]; returns how many."""
         ...
 
-    def pin(self, hashes: Sequence[bytes]) -> int:
-        """Keep the leading resident blocks until `unpin`; returns how many."""
+    def pin(self, hashes: Sequence[bytes], *, ttl: float | None = None) -> int:
+        """Keep the leading resident blocks until `unpin`, or for `ttl` seconds; returns how many."""
+        ...
+
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+        """Advice: blocks will be wanted soon, or not again; for how many it is tried."""
         ...
 
     def unpin(self, hashes: Sequence[bytes]) -> int:

@@ -21,6 +21,7 @@ from ..tiers.pinned import PinnedArena
 from .events import EventKind, EventStream
 from .stats import HostStats
 from .tenants import ANY_OTHER, Tenant
+from .timed_pins import PinClock
 
 __all__ = ["ExtentHolder", "HostShared"]
 
@@ -64,6 +65,9 @@ class HostShared:
         stats, events: of all the spaces.
         mover: copies blocks in and out.
         loaders: threads that read the cold tier.
+        hinted: a thread that reads it ahead, so that nobody's load waits for what is only hinted at.
+        hints_under_way: loads that wait for it, or run.
+        pin_clock: ends pins that end by themselves.
         clock: uses so far; what was used later has a higher tick, in whichever space.
     """
 
@@ -89,6 +93,9 @@ class HostShared:
         self.events = EventStream()
         self.mover = HostMover()
         self.loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kvpager-load")
+        self.hinted = ThreadPoolExecutor(1, thread_name_prefix="kvpager-hint")
+        self.hints_under_way = 0
+        self.pin_clock = PinClock()
         self.changed = threading.Condition(threading.Lock())
         self.closed = False
         self.clock = 0
@@ -151,6 +158,8 @@ class HostShared:
         Args:
             keep_cold: but the cold tier.
         """
+        self.pin_clock.close()
+        self.hinted.shutdown(wait=True, cancel_futures=True)
         self.loaders.shutdown(wait=True)
         self.mover.close()
         if self.cold is not None and not keep_cold:

@@ -128,6 +128,8 @@ class SlotRecords:
         self._arrays = arrays
         self._state = arrays.state
         self._pins = arrays.pins
+        self._timed = np.zeros(capacity, dtype=np.int32)
+        """Pins that end by themselves, and with this process."""
         self._cleaning = np.zeros(capacity, dtype=np.bool_)
         """Being copied to the cold tier just now."""
         self._num_cleaning = 0
@@ -155,7 +157,7 @@ class SlotRecords:
     @property
     def lent(self) -> int:
         """Committed blocks that somebody leases, otherwise than by pins."""
-        return int(np.count_nonzero(self.leases > self._pins))
+        return int(np.count_nonzero(self.leases > self._pins + self._timed))
 
     @property
     def dirty(self) -> int:
@@ -190,7 +192,7 @@ class SlotRecords:
 
     def leased(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """bool [n]: which handles name a block that is leased otherwise than by pins."""
-        held = self.leases[slots] > self._pins[slots]
+        held = self.leases[slots] > self._pins[slots] + self._timed[slots]
         return self._valid(slots, generations, _COMMITTED, _PURGED) & held
 
     def _valid(self, slots: Ids, generations: Generations, *states: int) -> npt.NDArray[np.bool_]:
@@ -239,18 +241,41 @@ class SlotRecords:
         self._policy.insert(idle[::-1])
         return True
 
-    def pin(self, slots: Ids) -> None:
-        """A lease on each of these slots that `leased` does not tell of."""
-        self.take_leases(slots)
-        self._pins[slots] += 1
+    def pin(self, slots: Ids, *, timed: bool = False) -> None:
+        """A lease on each of these slots that `leased` does not tell of.
 
-    def unpin(self, hashes: Sequence[bytes]) -> Ids:
-        """One pin less on each of these blocks that has one: their slots, whose leases are to be dropped."""
+        Args:
+            timed: it ends by `end_timed`, or with this process.
+        """
+        self.take_leases(slots)
+        (self._timed if timed else self._pins)[slots] += 1
+
+    def unpin(self, hashes: Sequence[bytes]) -> tuple[Ids, Ids]:
+        """One pin less on each of these blocks that has one, before timed ones such as do not end.
+
+        Returns:
+            int32 [n] and int32 [m]: slots that had one, and slots that had timed ones alone; their leases are
+            to be dropped.
+        """
         found = {self.index[name] for name in hashes if name in self.index}
         slots = np.array(sorted(found), dtype=np.int32)
-        slots = slots[self._pins[slots] > 0]
+        lasting = self._pins[slots] > 0
+        timed = slots[~lasting & (self._timed[slots] > 0)]
+        slots = slots[lasting]
         self._pins[slots] -= 1
-        return slots
+        self._timed[timed] -= 1
+        return slots, timed
+
+    def end_timed(self, slots: Ids, generations: Generations) -> Ids:
+        """A timed pin of these is over: those that have one yet, whose leases are to be dropped."""
+        ended: Ids = slots[(self.generations[slots] == generations) & (self._timed[slots] > 0)]
+        self._timed[ended] -= 1
+        return ended
+
+    def demote(self, hashes: Sequence[bytes]) -> int:
+        """Those of these blocks that nobody leases go first, a prefix's last ones before; how many."""
+        found = {self.index[name]: None for name in hashes if name in self.index}
+        return self._policy.demote(np.array(list(found)[::-1], dtype=np.int32))
 
     # Writing
 
@@ -394,8 +419,8 @@ class SlotRecords:
             names += chosen
         committed, reserved = found
         self._policy.remove(committed)
-        self.leases[committed] -= self._pins[committed]
-        self._pins[committed] = 0
+        self.leases[committed] -= self._pins[committed] + self._timed[committed]
+        self._pins[committed] = self._timed[committed] = 0
         stays = (self.leases[committed] > 0) | self._cleaning[committed]
         free, leased = committed[~stays], committed[stays]
         self._set_state(free, _COMMITTED, _FREE)
@@ -664,7 +689,7 @@ class SlotRecords:
                     raise IntegrityError(f"host slot {slot} has another hash than the index says")
         if self._num_cleaning != np.count_nonzero(self._cleaning):
             raise IntegrityError(f"{self._num_cleaning} host blocks are counted as being copied below")
-        if (self.leases < 0).any() or (self._pins > self.leases).any():
+        if (self.leases < 0).any() or (self._pins + self._timed > self.leases).any():
             raise IntegrityError("a host slot has fewer leases than pins, or less than none")
         evictable = np.flatnonzero((self._state == _COMMITTED) & (self.leases == 0))
         ranked = np.sort(self._policy.coldest(len(self._policy)))

@@ -6,9 +6,11 @@ room that is waited for, and the copies to and from the cold tier.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Final, NoReturn
 
 import numpy as np
@@ -22,6 +24,7 @@ from ..tiers.settings import (
     expect_array,
     expect_byte_strings,
     expect_bytes,
+    expect_flag,
     expect_integer,
     expect_seconds,
 )
@@ -35,8 +38,11 @@ from .room import SpaceRoom
 from .shared import HostShared
 from .slot_space import SlotSpace
 from .slots import SlotRecords
+from .timed_pins import TimedPin, TimedPins
 
 __all__ = ["HostSpace"]
+
+_log = logging.getLogger(__name__)
 
 _INT32: Final = np.dtype(np.int32)
 _INT64: Final = np.dtype(np.int64)
@@ -48,6 +54,8 @@ _PRESENT: Final = int(ReserveStatus.PRESENT)
 # a batch is through in tens of milliseconds.
 _COLD_BATCH_BYTES: Final = 32 << 20
 _ROOM_POLL_SECONDS: Final = 0.02
+_MOST_HINTS: Final = 64
+"""Loads ahead that may be under way; what is hinted at beyond them is not loaded."""
 
 
 class HostSpace(SlotSpace):
@@ -77,6 +85,7 @@ class HostSpace(SlotSpace):
         self._room = SpaceRoom(shared, records, self.id, self._tenant, layout.block_bytes)
         self._tenant.join(self._room)
         shared.join(self._room)
+        self._timed = TimedPins()
         self._notes = notes_id(self.id) if tenant else NOTE_SPACE
         self._purges = SpacePurges(shared, records, self.id, self._notes, layout.block_bytes, self._tenant)
 
@@ -319,23 +328,89 @@ class HostSpace(SlotSpace):
 
     # Keeping and losing blocks
 
-    def pin(self, hashes: Sequence[bytes]) -> int:
-        """Keep resident blocks in host memory until `unpin`; returns how many leading ones were there."""
+    def pin(self, hashes: Sequence[bytes], *, ttl: float | None = None) -> int:
+        """Keep resident blocks in host memory until `unpin`; returns how many leading ones were there.
+
+        Args:
+            ttl: seconds after which the pin ends by itself; it does not outlive this store then, as pins
+                without an end may. None: it does not end.
+        """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        if ttl is not None:
+            ttl = expect_seconds("ttl", ttl, above=True)
         with self._shared.lock():
             self._shared.check_open()
             slots = self._records.resident(hashes)
-            self._records.pin(slots)
+            self._records.pin(slots, timed=ttl is not None)
+            if ttl is not None and len(slots):
+                until = time.monotonic() + ttl
+                pin = TimedPin(slots, self._records.generations[slots], until)
+                self._timed.add(pin)
+                self._shared.pin_clock.call_at(until, partial(self._end_pin, pin))
             return len(slots)
+
+    def _end_pin(self, pin: TimedPin) -> None:
+        """A pin's time is over. Called by the clock."""
+        with self._shared.lock():
+            if not self._shared.closed:
+                pin = self._timed.take(pin)
+                self._drop_leases(self._records.end_timed(pin.slots, pin.generations))
 
     def unpin(self, hashes: Sequence[bytes]) -> int:
         """End a pin; returns how many of the blocks were pinned."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         with self._shared.lock():
             self._shared.check_open()
-            slots = self._records.unpin(hashes)
-            self._drop_leases(slots)
-            return len(slots)
+            lasting, timed = self._records.unpin(hashes)
+            self._timed.end(timed)
+            self._drop_leases(lasting)
+            self._drop_leases(timed)
+            return len(lasting) + len(timed)
+
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+        """Advice: these blocks will be wanted soon, or not again.
+
+        Args:
+            wanted: True: the leading ones count as just used, and what the cold tier has of the rest is
+                brought up, when nothing else is to be. False: those that nobody leases go first.
+
+        Returns:
+            how many blocks this is tried for: leading ones that are resident or may come up; those that go
+            first.
+        """
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        wanted = expect_flag("wanted", wanted)
+        shared = self._shared
+        if not wanted:
+            with shared.lock():
+                shared.check_open()
+                count = self._records.demote(hashes)
+                shared.stats.hinted_unwanted += count
+                return count
+        load = ColdLoad(self, hashes)
+        resident = len(hashes) - len(load.missing)
+        with shared.lock():
+            shared.check_open()
+            loads = bool(load.missing) and shared.cold is not None and shared.hints_under_way < _MOST_HINTS
+            count = len(hashes) if loads else resident
+            shared.stats.hinted_wanted += count
+            if loads and shared.cold is not None:
+                shared.hints_under_way += 1
+                shared.hinted.submit(self._load_ahead, load, shared.cold)
+        if not loads:
+            load.release()
+        return count
+
+    def _load_ahead(self, load: ColdLoad, cold: ColdTier) -> None:
+        try:
+            load.run(cold, self._shared.cold_deadline)
+            load.release()
+            load.done()
+        except Exception:  # noqa: BLE001  nobody waits for it
+            _log.exception("blocks that were hinted at could not be loaded")
+        finally:
+            with self._shared.lock():
+                self._shared.hints_under_way -= 1
 
     def evict(self, count: int) -> int:
         """Let go of up to `count` blocks, coldest first, copied to the cold tier or not.

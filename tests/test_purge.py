@@ -16,7 +16,7 @@ from kvpager.kvstore.space import HostSpace
 from kvpager.tests.raw_client import LAYOUT, await_true, names
 from kvpager.tests.redis_servers import RedisServer, three_masters
 from kvpager.tests.troubled_disk import TroubledDisk
-from kvpager.tiers.cold import ColdStatus, RecordTier
+from kvpager.tiers.cold import ColdStatus, ColdTier
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.cold_redis import RedisColdTier
 from kvpager.tiers.errors import StaleHandleError
@@ -25,7 +25,7 @@ SIZE = LAYOUT.block_bytes
 EXTENT = 4 * SIZE
 
 
-def host_on(cold: RecordTier | None) -> HostStore:
+def host_on(cold: ColdTier | None) -> HostStore:
     made = HostStore(8 * EXTENT, extent_bytes=EXTENT, cold=cold)
     assert made.arena.wait_ready(8, timeout=30.0)
     return made
@@ -39,7 +39,7 @@ def store() -> Iterator[HostStore]:
 
 
 @pytest.fixture(params=["disk", "redis", "cluster"])
-def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RecordTier]:
+def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ColdTier]:
     if request.param == "disk":
         yield DiskColdTier(tmp_path / "cold", capacity_bytes=16 << 20)
     elif request.param == "redis":
@@ -144,7 +144,7 @@ def test_a_purged_extent_that_is_held_is_not_given_to_others(store: HostStore) -
 # The cold tiers
 
 
-def test_named_blocks_are_gone_from_the_cold_tier(cold: RecordTier) -> None:
+def test_named_blocks_are_gone_from_the_cold_tier(cold: ColdTier) -> None:
     with host_on(cold) as store:
         space = store.space(LAYOUT)
         fill(space, 0, 8)
@@ -157,7 +157,7 @@ def test_named_blocks_are_gone_from_the_cold_tier(cold: RecordTier) -> None:
         store.check_integrity()
 
 
-def test_all_of_a_tenant_is_gone_from_the_cold_tier_whatever_its_name_was(cold: RecordTier) -> None:
+def test_all_of_a_tenant_is_gone_from_the_cold_tier_whatever_its_name_was(cold: ColdTier) -> None:
     with host_on(cold) as store:
         anna, bert = store.space(LAYOUT, tenant="anna"), store.space(LAYOUT, tenant="bert")
         for space in (anna, bert):
@@ -174,7 +174,7 @@ def test_all_of_a_tenant_is_gone_from_the_cold_tier_whatever_its_name_was(cold: 
         assert bert.get_note(b"session") == b"value"
 
 
-def test_a_named_note_is_gone(cold: RecordTier) -> None:
+def test_a_named_note_is_gone(cold: ColdTier) -> None:
     with host_on(cold) as store:
         for tenant in ("", "anna"):
             space = store.space(LAYOUT, tenant=tenant)

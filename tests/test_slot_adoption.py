@@ -341,7 +341,7 @@ def test_what_was_purged_and_is_held_stays_unfound_over_a_kill(file: RecordFile)
     assert found.damaged == 0
     assert not again.index
     assert not again.pending
-    leases, holds = (np.zeros(again.capacity, dtype) for dtype in (np.int32, np.bool_))
+    leases, holds = np.zeros(again.capacity, np.int32), np.zeros(again.capacity, np.bool_)
     leases[committed[0]] = 1
     holds[reserved[0]] = True
     free = again.free

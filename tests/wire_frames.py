@@ -96,6 +96,8 @@ def frames() -> dict[str, Frame]:
         "subscribe": Request(18, m.Subscribe(True)),
         "event": Notice(m.Event("stored", "host", _hash(64), hashes, 0)),
         "flush": Request(19, m.Flush(30.0)),
+        "pin for a while": Request(23, m.Pin(0, hashes, 60.0)),
+        "hint": Request(24, m.Hint(0, hashes, True)),
         "purge": Request(21, m.Purge(0, hashes, b"name", 30.0)),
         "purge tenant": Request(22, m.PurgeTenant("tenant é", 30.0)),
         "purged": Reply(22, m.Purged(2, 10, 40960, 12, 49152, 1, {"leased": {"engine 0 (pid 4242)": 3}})),
