@@ -34,16 +34,21 @@ from ..tiers.errors import (
 from ..tiers.layout import KVLayout
 from ..tiers.settings import expect_seconds, expect_text
 from .claims import Claims
+from .commands import Engine, Engines
 from .groups import UNNAMED, Group
 from .messages import (
     Abort,
     Blocks,
+    Clients,
+    Command,
+    CommandDone,
     Commit,
     Count,
     Done,
     Evict,
     Flush,
     Get,
+    GetClients,
     GetNote,
     GetStats,
     Hint,
@@ -62,6 +67,7 @@ from .messages import (
     PutNote,
     Reassert,
     Release,
+    Report,
     Reserve,
     Reserved,
     SpaceOpened,
@@ -130,6 +136,7 @@ class Service:
         max_frame: bytes of the largest frame.
         draining: whether the sidecar is being stopped: nothing new is reserved.
         purges: makes purges; there is one once the sidecar is started.
+        engines: reports and commands.
     """
 
     host: HostStore
@@ -138,6 +145,7 @@ class Service:
     counters: ServiceCounters = field(default_factory=ServiceCounters)
     spaces: set[bytes] = field(default_factory=set)
     purges: Purges | None = None
+    engines: Engines = field(default_factory=Engines)
 
 
 def request_bytes(message: Message) -> int:
@@ -163,6 +171,7 @@ class Answers:
         subscribe: has events sent to this connection, or no more.
         counts: further numbers for `Stats`.
         tenants: those whose spaces it may open; None: all.
+        engine: the connection, as commands know it.
 
     Over TCP (the group is of no user of this machine) a client has no memory to write to: what it reserved is
     committed by the `Put` that brings its bytes, and by nothing else.
@@ -175,7 +184,8 @@ class Answers:
         client: bytes,
         subscribe: Callable[[bool], None],
         counts: Callable[[], dict[str, int]],
-        tenants: Collection[str] | None = None,
+        tenants: Collection[str] | None,
+        engine: Engine,
     ) -> None:
         self._service = service
         self._host = service.host
@@ -184,6 +194,7 @@ class Answers:
         self._subscribe = subscribe
         self._counts = counts
         self._tenants = tenants
+        self._engine = engine
         self._spaces: list[HostSpace] = []
         self._numbers: dict[bytes, int] = {}
         self._handlers: dict[type[Message], Callable[[Any], Message | Job]] = {
@@ -209,6 +220,10 @@ class Answers:
             Flush: self._flush,
             Purge: self._purge,
             PurgeTenant: self._purge_tenant,
+            Report: self._report,
+            GetClients: self._get_clients,
+            Command: self._command,
+            CommandDone: self._command_done,
         }
 
     def understands(self, message: Message) -> bool:
@@ -451,6 +466,29 @@ class Answers:
             raise ServiceUnavailableError("the sidecar is not started yet")
         return purges
 
+    # Reports and commands
+
+    def _report(self, asked: Report) -> Message:
+        self._service.engines.keep(self._engine, asked)
+        return Done()
+
+    def _get_clients(self, asked: GetClients) -> Message:
+        self._refuse_unless_operator()
+        return Clients(self._service.engines.listed())
+
+    def _command(self, asked: Command) -> Message | Job:
+        self._refuse_unless_operator()
+        wait = _seconds("deadline", asked.deadline)
+        return Job(True, self._service.engines.give(asked, wait), _same)
+
+    def _command_done(self, asked: CommandDone) -> Message:
+        self._service.engines.done(self._engine, asked)
+        return Done()
+
+    def _refuse_unless_operator(self) -> None:
+        if self._tenants is not None:
+            raise AccessDeniedError("the token is one of tenants, not of operators")
+
     # Bytes
 
     def _put(self, asked: Put) -> Message | Job:
@@ -553,6 +591,10 @@ def _nothing_reserved() -> tuple[npt.NDArray[np.int64], Ids, Generations]:
 
 def _counted(blocks: int, work: Callable[[], int]) -> Message | Job:
     return Job(False, work, Count) if blocks > _QUICK_BLOCKS else Count(work())
+
+
+def _same(reply: Message) -> Message:
+    return reply
 
 
 def _seconds(what: str, value: float) -> float:

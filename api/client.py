@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Final, Generic, TypeVar, cast
 
+from ..kvstore.control import EngineReport
 from ..kvstore.events import BlockEvent, EventStream, Listener
 from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
@@ -29,7 +30,8 @@ from ..tiers.layout import KVLayout
 from ..tiers.mover import HostMover
 from ..tiers.settings import expect_flag, expect_seconds, expect_type
 from .client_calls import Ask, Call
-from .client_core import ClientCounters
+from .client_commands import CommandListener, CommandListeners, clients_ask, command_ask, report_of
+from .client_core import ClientCounters, GivenCommand
 from .client_shell import (
     REFUSALS,
     Backoff,
@@ -170,6 +172,7 @@ class Connection:
         self._on_lost = on_lost
         self._events = EventStream()
         self._subscriptions = Subscriptions(self._events, self._listen)
+        self._commands = CommandListeners(self._answer_command)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._sending = threading.Lock()
@@ -254,6 +257,64 @@ class Connection:
             ServiceUnavailableError: it does not answer. This is no call of the serving path.
         """
         return self.ask(stats_ask())
+
+    def clients(self) -> dict[str, Any]:
+        """Who is connected, for operators: a map for each, with its ``name``, what it holds, its ``report``.
+
+        Raises:
+            AccessDeniedError: the token is one of tenants.
+            ServiceUnavailableError: the sidecar does not answer.
+        """
+        return self.ask(clients_ask())
+
+    def command(
+        self, kind: str, session: str, *, hashes: Sequence[bytes] = (), deadline: float = 10.0
+    ) -> int:
+        """Have the engine that holds a session do something with it, and wait for its answer.
+
+        Args:
+            kind: ``sleep``, ``wake`` or ``promote``.
+            session: its id, as the engine reports it.
+            hashes: of ``promote``: these of its blocks; none: all.
+            deadline: seconds that the engine may take.
+
+        Returns:
+            how many blocks the engine says it was done to.
+
+        Raises:
+            CommandError: no engine holds the session, it refused, went away, or did not answer in time.
+            AccessDeniedError: the token is one of tenants.
+            ServiceUnavailableError: the sidecar does not answer.
+        """
+        return self.ask(command_ask(kind, session, hashes, deadline))
+
+    def report(self, report: EngineReport) -> None:
+        """Say how this engine is, for operators. Does not wait.
+
+        The last report is kept until the connection ends, and is said again on later ones.
+
+        Raises:
+            ConfigError: it is no `EngineReport`.
+            ClosedError: the connection was closed.
+        """
+        message = report_of(report)
+        with self._lock:
+            self._check_open()
+            self.core.report(message)
+            self._write()
+
+    def on_command(self, listener: CommandListener) -> Callable[[], None]:
+        """Call `listener`, in the connection's thread, with every command; returns how to end it.
+
+        A command comes for a session of the last report. It is answered by its `done` or `refuse`, from any
+        thread; the listener itself must not wait for the sidecar. There is one listener at a time.
+
+        Raises:
+            ConfigError: it cannot be called.
+            ClosedError: the connection was closed.
+        """
+        self._check_open()
+        return self._commands.listen(listener)
 
     def close(self, *, drain: float = 0.0) -> None:
         """Release what is held and end the connection. Idempotent. The sidecar goes on.
@@ -452,6 +513,12 @@ class Connection:
 
     # Inside
 
+    def _answer_command(self, given: GivenCommand, count: int, problem: str) -> None:
+        with self._lock:
+            if not self.closed:
+                self.core.answer_command(given, count, problem)
+                self._write()
+
     def _start(self, ask: Ask[_T], notify: Callable[[], object]) -> Call[_T]:
         frame = self.core.frame_of(ask)
         with self._lock:
@@ -593,12 +660,14 @@ class Connection:
             else:
                 self.core.received(came, fds)
             events, losses = self.core.take_events(), self.core.take_losses()
+            commands = self.core.take_commands()
             while fds and self.core.ready:
                 os.close(fds.pop())
             if self.core.ready and not was_ready:
                 self._refused = None
                 self._changed.notify_all()
         self._tell(events, losses)
+        self._commands.tell(commands)
 
     def _tell(self, events: list[BlockEvent], losses: list[Lost]) -> None:
         for event in events:

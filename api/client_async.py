@@ -7,12 +7,14 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from ..kvstore.control import EngineReport
 from ..kvstore.events import EventStream, Listener
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
@@ -37,7 +39,8 @@ from ..tiers.settings import (
     expect_type,
 )
 from .client_calls import Ask, Call
-from .client_core import ClientCounters
+from .client_commands import CommandListener, CommandListeners, clients_ask, command_ask, report_of
+from .client_core import ClientCounters, GivenCommand
 from .client_shell import (
     REFUSALS,
     Backoff,
@@ -128,6 +131,7 @@ class AsyncConnection:
         self._on_lost = on_lost
         self._events = EventStream()
         self._subscriptions = Subscriptions(self._events, self._listen)
+        self._commands = CommandListeners(self._answer_command)
         self._opening = asyncio.Lock()
         self._sending = asyncio.Lock()
         self._spaces: dict[ClientSpace, AsyncSpace] = {}
@@ -173,6 +177,27 @@ class AsyncConnection:
     async def stats(self) -> dict[str, Any]:
         """See `Connection.stats`."""
         return await self.ask(stats_ask())
+
+    async def clients(self) -> dict[str, Any]:
+        """See `Connection.clients`."""
+        return await self.ask(clients_ask())
+
+    async def command(
+        self, kind: str, session: str, *, hashes: Sequence[bytes] = (), deadline: float = 10.0
+    ) -> int:
+        """See `Connection.command`."""
+        return await self.ask(command_ask(kind, session, hashes, deadline))
+
+    def report(self, report: EngineReport) -> None:
+        """See `Connection.report`."""
+        self.check_open()
+        self.core.report(report_of(report))
+        self.write()
+
+    def on_command(self, listener: CommandListener) -> Callable[[], None]:
+        """Call `listener`, on the loop, with every command. See `Connection.on_command`."""
+        self.check_open()
+        return self._commands.listen(listener)
 
     async def close(self) -> None:
         """Release what is held and end the connection. Idempotent. See `Connection.close`."""
@@ -325,6 +350,17 @@ class AsyncConnection:
 
     # Inside
 
+    def _answer_command(self, given: GivenCommand, count: int, problem: str) -> None:
+        """Called from any thread."""
+
+        def say() -> None:
+            if not self.closed:
+                self.core.answer_command(given, count, problem)
+                self.write()
+
+        with suppress(RuntimeError):  # the loop is closed, and the connection with it
+            self._loop.call_soon_threadsafe(say)
+
     def _listen(self, on: bool) -> None:
         if not self.closed:
             self.core.subscribe(on)
@@ -423,6 +459,7 @@ class AsyncConnection:
             self._events.emit(event.kind, event.tier, event.space, event.hashes)
         for lost in self.core.take_losses():
             tell_lost(lost, self._on_lost)
+        self._commands.tell(self.core.take_commands())
 
     def _end(self, reason: KVPagerError) -> None:
         if self._ended is not None and not self._ended.done():

@@ -38,6 +38,8 @@ from .client_space import AbsentArena, Arena, ClientSpace, Lost
 from .holdings import Claimed, Handles, Holdings
 from .messages import (
     Abort,
+    CommandDone,
+    CommandGiven,
     Commit,
     Done,
     Event,
@@ -46,6 +48,7 @@ from .messages import (
     Message,
     Reassert,
     Release,
+    Report,
     SpaceOpened,
     Subscribe,
     Welcome,
@@ -53,7 +56,7 @@ from .messages import (
 from .tls_stream import TLSStream
 from .wire import MAGIC, MAX_FRAME, VERSION, Failure, Frame, FrameReader, Notice, Reply, Request, encode_parts
 
-__all__ = ["FRAME_ROOM", "GROUP_BYTES", "ClientCore", "ClientCounters"]
+__all__ = ["FRAME_ROOM", "GROUP_BYTES", "ClientCore", "ClientCounters", "GivenCommand"]
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +71,24 @@ _TLS_ALERT: Final = b"\x15\x03"
 _MOST_OUTPUT: Final = 2 * MAX_FRAME
 """Bytes that wait for a sidecar that does not read: beyond this the connection is given up."""
 _CALLERS_FAULT: Final = (ConfigError, LayoutError, AccessDeniedError)
+
+
+@dataclass(frozen=True)
+class GivenCommand:
+    """A command that came, and on which connection.
+
+    Args:
+        epoch: the core's, then.
+        given: what came.
+    """
+
+    epoch: int
+    given: CommandGiven
+
+    @property
+    def number(self) -> int:
+        """What the answer calls it."""
+        return self.given.command
 
 
 @dataclass(frozen=True)
@@ -139,6 +160,8 @@ class ClientCore:
         self._opening = 0
         self._subscribed = False
         self._events: list[BlockEvent] = []
+        self._commands: list[GivenCommand] = []
+        self._report: Report | None = None
         self._new_losses: list[Lost] = []
         self._heard = 0
         self.stalled = False
@@ -248,6 +271,11 @@ class ClientCore:
         events, self._events = self._events, []
         return events
 
+    def take_commands(self) -> list[GivenCommand]:
+        """Commands that came since."""
+        commands, self._commands = self._commands, []
+        return commands
+
     def take_losses(self) -> list[Lost]:
         """What was lost since."""
         losses, self._new_losses = self._new_losses, []
@@ -321,6 +349,18 @@ class ClientCore:
             self._subscribed = on
             if self.ready:
                 self._tell_subscription()
+
+    def report(self, report: Report) -> None:
+        """Say how this engine is, on this connection and, until there is another report, on later ones."""
+        self._report = report
+        if self.ready:
+            self._tell_report(report)
+
+    def answer_command(self, given: GivenCommand, count: int, problem: str) -> None:
+        """Say what became of a command. One of an earlier connection has failed there already."""
+        if given.epoch == self.epoch and self.ready:
+            answer = CommandDone(given.number, count, problem)
+            self._send_call(self._ask_core(lambda _: answer, lambda reply: expect(reply, Done)))
 
     # Spaces and what is held of them
 
@@ -435,6 +475,8 @@ class ClientCore:
         if isinstance(frame, Notice):
             if isinstance(frame.message, Event):
                 self._event(frame.message)
+            elif isinstance(frame.message, CommandGiven):
+                self._commands.append(GivenCommand(self.epoch, frame.message))
             return
         if isinstance(frame, Request):
             raise ProtocolError("the sidecar sent a request")
@@ -511,6 +553,8 @@ class ClientCore:
         self.lost = ()
         if self._subscribed:
             self._tell_subscription()
+        if self._report is not None:
+            self._tell_report(self._report)
         for space in self._spaces.values():
             if arena is not before:
                 self._set_adrift(space, arena)
@@ -619,6 +663,9 @@ class ClientCore:
     def _tell_subscription(self) -> None:
         on = self._subscribed
         self._send_call(self._ask_core(lambda _: Subscribe(on), lambda reply: expect(reply, Done)))
+
+    def _tell_report(self, report: Report) -> None:
+        self._send_call(self._ask_core(lambda _: report, lambda reply: expect(reply, Done)))
 
     def _ask_core(
         self,

@@ -254,6 +254,11 @@ class Group:
         name = self._called.get(client, "")
         return f"{name} ({where})" if name and where else name or where or "a client"
 
+    def held_by(self, client: bytes) -> tuple[int, int]:
+        """Leases and reservations of one client."""
+        claims = [clients[client] for clients in self._claims.values() if client in clients]
+        return sum(one.leased for one in claims), sum(one.reserved for one in claims)
+
     def holders(self, space: HostSpace, slots: Ids, generations: Generations) -> dict[bytes, Flags]:
         """Of each of its clients bool [n]: which of these slots it holds."""
         claims = self._claims.get(space.id, {})

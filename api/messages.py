@@ -24,6 +24,10 @@ __all__ = [
     "MOST_HASHES",
     "Abort",
     "Blocks",
+    "Clients",
+    "Command",
+    "CommandDone",
+    "CommandGiven",
     "Commit",
     "Count",
     "Done",
@@ -32,6 +36,7 @@ __all__ = [
     "Flags",
     "Flush",
     "Get",
+    "GetClients",
     "GetNote",
     "GetStats",
     "Hashes",
@@ -53,6 +58,7 @@ __all__ = [
     "PutNote",
     "Reassert",
     "Release",
+    "Report",
     "Reserve",
     "Reserved",
     "SpaceOpened",
@@ -628,6 +634,83 @@ class Hint(Message):
     space: int
     hashes: Hashes
     wanted: bool
+
+
+@_message(44)
+@dataclass(frozen=True)
+class Report(Message):
+    """How an engine is; the fields are those of `EngineReport`. The last one is kept until it disconnects."""
+
+    sessions: dict[str, Any]
+    block_bytes: int
+    device_blocks: int
+    device_held: int
+    to_device: float
+    from_device: float
+
+
+@_message(45)
+@dataclass(frozen=True)
+class GetClients(Message):
+    """Ask who is connected, and what each reported last."""
+
+
+@_message(46)
+@dataclass(frozen=True)
+class Clients(Message):
+    """The reply to `GetClients`: a map for each client."""
+
+    values: dict[str, Any]
+
+
+@_message(47)
+@dataclass(frozen=True)
+class Command(Message):
+    """Have the engine that holds a session do something with it; answered by its `CommandDone`.
+
+    Args:
+        kind: a `CommandKind`.
+        session: its id, as the engine reports it.
+        hashes: of ``promote``: these of its blocks; none: all.
+        deadline: seconds that the engine may take.
+    """
+
+    kind: str
+    session: str
+    hashes: Hashes
+    deadline: float
+
+
+@_message(48)
+@dataclass(frozen=True)
+class CommandGiven(Message):
+    """A notice to an engine that reported the session; it answers with `CommandDone`.
+
+    Args:
+        command: what the answer calls it.
+        deadline: seconds after which nobody waits for the answer any more.
+    """
+
+    command: int
+    kind: str
+    session: str
+    hashes: Hashes
+    deadline: float
+
+
+@_message(49)
+@dataclass(frozen=True)
+class CommandDone(Message):
+    """What became of a command: from the engine to the sidecar, and as the reply to who asked.
+
+    Args:
+        count: blocks, or whatever else was to be counted.
+        problem: why it was not done; empty: it was.
+    """
+
+    command: int
+    count: int
+    problem: str
 
 
 def fields_of(message: Message) -> list[Any]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
-from typing import Final
+from typing import Any, Final
 
 from ..kvstore.events import BlockEvent
 from ..kvstore.hashing import HASH_BYTES
@@ -224,6 +224,7 @@ class Sidecar:
         finally:
             self._unsubscribe()
             self._listening.close()
+            self._service.engines.close()
             for connection in tuple(self._connections):
                 connection.finish()
             self._groups.close()
@@ -352,6 +353,7 @@ class Sidecar:
         )
         self._connections.add(connection)
         group.join(connection, client, hello.name[:_MOST_NAME])
+        self._service.engines.come(connection, partial(group.called, client), partial(_about, group, client))
         return connection
 
     def _welcome(self, number: int, version: int, arena_bytes: int) -> bytes:
@@ -391,11 +393,12 @@ class Sidecar:
             others = tuple(one for one in self._subscribers if one is not connection)
             self._subscribers = (*others, connection) if on else others
 
-        return Answers(self._service, group, client, subscribe, self._counts, tenants)
+        return Answers(self._service, group, client, subscribe, self._counts, tenants, connection)
 
     def _forget(self, connection: Connection, group: Group) -> None:
         """A connection is over."""
         self._connections.discard(connection)
+        self._service.engines.go(connection)
         self._subscribers = tuple(one for one in self._subscribers if one is not connection)
         self._groups.leave(group, connection)
 
@@ -460,6 +463,17 @@ class Sidecar:
 
 def _nothing() -> None:
     """What ends a subscription that was not begun."""
+
+
+def _about(group: Group, client: bytes) -> dict[str, Any]:
+    """What operators are told of a client beside its name and report."""
+    leased, reserved = group.held_by(client)
+    return {
+        "remote": group.uid is None,
+        "group": group.id[-16:].hex(),
+        "leased": leased,
+        "reserved": reserved,
+    }
 
 
 def _event_frame(event: BlockEvent, max_frame: int, lost: int) -> bytes:

@@ -34,7 +34,7 @@ MESSAGES: tuple[type[Message], ...] = tuple(
 )
 """Every message, by its tag."""
 _LATER_ERRORS = ("NotInPlaceError", "TLSError")
-_LAST_ERRORS = ("QuotaError",)
+_LAST_ERRORS = ("CommandError", "QuotaError")
 
 
 def error_of_each_class() -> list[KVPagerError]:
@@ -98,6 +98,12 @@ def frames() -> dict[str, Frame]:
         "flush": Request(19, m.Flush(30.0)),
         "pin for a while": Request(23, m.Pin(0, hashes, 60.0)),
         "hint": Request(24, m.Hint(0, hashes, True)),
+        "report": Request(25, m.Report({"chat 1": "decoding"}, 1 << 21, 1000, 700, 1.5e9, 0.0)),
+        "get clients": Request(26, m.GetClients()),
+        "clients": Reply(26, m.Clients({"0": {"name": "engine 0 (pid 4242)", "leased": 12}})),
+        "command": Request(27, m.Command("promote", "chat 1", hashes, 5.0)),
+        "command given": Notice(m.CommandGiven(3, "promote", "chat 1", hashes, 5.0)),
+        "command done": Request(28, m.CommandDone(3, 2, "")),
         "purge": Request(21, m.Purge(0, hashes, b"name", 30.0)),
         "purge tenant": Request(22, m.PurgeTenant("tenant é", 30.0)),
         "purged": Reply(22, m.Purged(2, 10, 40960, 12, 49152, 1, {"leased": {"engine 0 (pid 4242)": 3}})),

@@ -18,6 +18,7 @@
     ├── ServiceError           the sidecar did not do what was asked
     │   ├── ServiceUnavailableError    it cannot be reached, or did not answer in time
     │   ├── AccessDeniedError          it does not let this client in
+    │   ├── CommandError               an engine behind it did not do what it was told
     │   └── ProtocolError              bytes that are no frame of the protocol, or another version's
     ├── KernelError            arguments that a kernel cannot run on
     ├── ModelError             a model that cannot be read, or is of an unknown kind
@@ -36,6 +37,7 @@ __all__ = [
     "ColdTierError",
     "ColdTierFullError",
     "ColdTierUnavailableError",
+    "CommandError",
     "ConfigError",
     "IntegrityError",
     "KVPagerError",
@@ -125,6 +127,10 @@ class ServiceUnavailableError(ServiceError):
 
 class AccessDeniedError(ServiceError):
     """The sidecar does not let this client in."""
+
+
+class CommandError(ServiceError):
+    """No engine holds the session that a command is about, or it refused, or did not answer in time."""
 
 
 class ProtocolError(ServiceError):
