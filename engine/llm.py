@@ -189,11 +189,10 @@ class LLM:
             self._sessions = Sessions(
                 self.store, cold, load_seconds, has_cold=cold is not None or host is not None
             )
-            self._control = (
-                Control(host, self.store, self._scheduler, self._sessions)
-                if isinstance(host, ControlCalls)
-                else None
-            )
+            operators: object = host
+            self._control: Control | None = None
+            if isinstance(operators, ControlCalls):
+                self._control = Control(operators, self.store, self._scheduler, self._sessions)
             undo.pop_all()
         self._cold = cold
         self._next_id = 0

@@ -119,6 +119,7 @@ class HostStore:
         self._shared = HostShared(
             self.arena, cold, device, clean_ahead=clean_ahead, cold_deadline=cold_deadline, quotas=limits
         )
+        self._shared.records = self.records
         self.stats = self._shared.stats
         self.events = self._shared.events
         self._policy = policy
@@ -319,6 +320,8 @@ class HostStore:
         shared = self._shared
         space = HostSpace(shared, saved.layout, saved.shard, saved.tenant, saved.records)
         self._spaces[space.id] = space
+        if saved.barred is not None:
+            space.bar(saved.barred)
         shared.clock = max(shared.clock, saved.records.last_use)
         shared.stats.adopted += saved.adopted.committed
         shared.stats.damaged += saved.adopted.damaged

@@ -1,12 +1,13 @@
 """Purges: blocks of a space that are to be gone, from host memory and from the cold tier, and shown to be.
 
 What somebody holds in host memory is found by nobody from then on, and goes when he lets go. What the cold
-tier could not be told to remove is not loaded from there, and it is told again, for as long as this process
-lives.
+tier could not be told to remove is not loaded from there, and it is told again; where an arena outlives this
+process that is written down, and the next one goes on with it.
 """
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,9 @@ from typing import Final
 import numpy as np
 
 from ..tiers.cold import ColdStatus
+from ..tiers.errors import IntegrityError
 from ..tiers.record import note_hash
+from ..tiers.record_file import ArraySpec, Section, SectionKind
 from .events import EventKind
 from .handles import Generations
 from .hashing import HASH_BYTES
@@ -24,12 +27,14 @@ from .shared import HostShared
 from .slots import SlotRecords
 from .tenants import Tenant
 
-__all__ = ["HeldSlots", "PurgeReport", "SpacePurges"]
+__all__ = ["HeldSlots", "PurgeReport", "SpacePurges", "read_barred"]
 
 _MOST_ROUNDS: Final = 8
 """Of looking again at what came back while the cold tier was being told."""
 _AGAIN_SECONDS: Final = 1.0
 """Between attempts to have the cold tier remove what it did not."""
+_BARRED: Final = struct.Struct("<16s?I")
+"""Of what stands about barred names: their space, whether it is all of it, and how many they are."""
 _NO_SLOTS: Final = np.empty(0, np.int32), np.empty(0, np.int64)
 
 
@@ -101,6 +106,13 @@ class SpacePurges:
         """Names of records that the cold tier may have and was to remove."""
         self._all_barred = False
         self._again_at = 0.0
+        self._section: Section | None = None
+        """Where it is written down what is barred."""
+
+    def restore(self, section: Section) -> None:
+        """Go on with what another process wrote down as barred; before any other call."""
+        self._all_barred, self._barred = read_barred(section)
+        self._section = section
 
     def run(self, hashes: Sequence[bytes] | None, notes: Sequence[bytes], until: float) -> PurgeReport:
         """Purge blocks and notes.
@@ -134,8 +146,9 @@ class SpacePurges:
 
     def written(self, names: Sequence[bytes]) -> None:
         """Blocks of these names were written anew. With the lock held."""
-        if self._barred:
+        if self._barred and not self._barred.isdisjoint(names):
             self._barred.difference_update(names)
+            self._write_down()
 
     def try_again(self) -> None:
         """Have the cold tier remove what it did not, if there is something and it is time."""
@@ -181,6 +194,7 @@ class SpacePurges:
         done = cold.purge(self._space, hashes, self._block_bytes, max(0.0, until - time.monotonic()))
         report.cold_blocks += done.removed
         with shared.lock():
+            before = self._all_barred, len(self._barred)
             if done.status == ColdStatus.OK:
                 if hashes is None:
                     self._all_barred = False
@@ -192,11 +206,33 @@ class SpacePurges:
                 self._all_barred |= hashes is None
                 self._barred.update(hashes or ())
                 self._again_at = time.monotonic() + _AGAIN_SECONDS
+            if (self._all_barred, len(self._barred)) != before:
+                self._write_down()
             if hashes is not None and done.removed:
                 shared.post(EventKind.REMOVED, "cold", self._space, hashes)
             if hashes is None:
                 # Blocks that came meanwhile and were copied below have no copy there any more.
                 self._records.in_cold[:] = False
+
+    def _write_down(self) -> None:
+        """Write down what is barred, before what is no longer so goes. With the lock held.
+
+        Raises:
+            CapacityError, MemoryUnavailableError: there is no room for it.
+        """
+        records = self._shared.records
+        if records is None:
+            return
+        old, self._section = self._section, None
+        if self._all_barred or self._barred:
+            names = b"".join(self._barred)
+            about = _BARRED.pack(self._space, self._all_barred, len(self._barred))
+            specs = [ArraySpec(np.uint8, max(1, len(names)))]
+            self._section = records.add(SectionKind.BARRED, about, specs)
+            (array,) = self._section.arrays(specs)
+            array[: len(names)] = np.frombuffer(names, np.uint8)
+        if old is not None:
+            records.remove(old)
 
     def _purge_notes(
         self, hashes: Sequence[bytes] | None, notes: Sequence[bytes], report: PurgeReport, until: float
@@ -213,3 +249,17 @@ class SpacePurges:
         report.notes += done.removed
         if done.status != ColdStatus.OK:
             report.cold_left = done.status
+
+
+def read_barred(section: Section) -> tuple[bool, set[bytes]]:
+    """What stands in a section about barred names: whether they are all of a space, and which they are.
+
+    Raises:
+        IntegrityError: it cannot be read.
+    """
+    if len(section.about) != _BARRED.size:
+        raise IntegrityError("what a cold tier was to remove is described in another way")
+    _, of_all, count = _BARRED.unpack(section.about)
+    (array,) = section.arrays([ArraySpec(np.uint8, max(1, HASH_BYTES * count))])
+    names = array.tobytes()
+    return of_all, {names[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at in range(count)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgpack
@@ -12,8 +12,9 @@ import numpy as np
 from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.layout import KVLayout
 from ..tiers.record_file import RecordFile, Section, SectionKind
-from .hashing import space_id
+from .hashing import HASH_BYTES, space_id
 from .policy import EvictionPolicy
+from .purging import read_barred
 from .slot_arrays import SlotArrays, slot_specs
 from .slots import Adopted, SlotRecords
 
@@ -40,6 +41,7 @@ class SavedSpace:
         layout, shard, tenant: what it is of.
         records: its slots.
         adopted: what was found of them.
+        barred: the section about what the cold tier was to remove and did not yet; None: nothing.
     """
 
     layout: KVLayout
@@ -47,6 +49,7 @@ class SavedSpace:
     tenant: str
     records: SlotRecords
     adopted: Adopted
+    barred: Section | None = None
 
 
 def new_records(
@@ -84,6 +87,15 @@ def read_spaces(
     ]
     if len({space_id(one.layout, one.shard, one.tenant) for one in found}) < len(found):
         raise IntegrityError("a space is described twice")
+    barred: dict[bytes, Section] = {}
+    for section in file.sections(SectionKind.BARRED):
+        read_barred(section)
+        barred[section.about[:HASH_BYTES]] = section
+    found = [
+        replace(one, barred=barred.pop(space_id(one.layout, one.shard, one.tenant), None)) for one in found
+    ]
+    for section in barred.values():
+        file.remove(section)
     extents = [extent for one in found for extent in one.records.extents]
     if len(set(extents)) < len(extents):
         raise IntegrityError("an extent belongs to two spaces")

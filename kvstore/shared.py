@@ -18,6 +18,7 @@ from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.errors import ClosedError, IntegrityError
 from ..tiers.mover import HostMover
 from ..tiers.pinned import PinnedArena
+from ..tiers.record_file import RecordFile
 from .events import EventKind, EventStream
 from .stats import HostStats
 from .tenants import ANY_OTHER, Tenant
@@ -84,6 +85,8 @@ class HostShared:
         self._quotas = quotas
         self.tenants: dict[str, Tenant] = {}
         """Those that have a space, or had one."""
+        self.records: RecordFile | None = None
+        """Where what outlives this process is written down, if it is."""
         self.arena = arena
         self.cold = cold
         self.device = device

@@ -20,6 +20,7 @@ from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.errors import ConfigError, QuotaError, StaleHandleError
 from ..tiers.layout import KVLayout
 from ..tiers.record import NOTE_SPACE
+from ..tiers.record_file import Section
 from ..tiers.settings import (
     expect_array,
     expect_byte_strings,
@@ -219,17 +220,20 @@ class HostSpace(SlotSpace):
                 has is leased, pinned or being written.
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        return self.reserve_named(hashes, wait=expect_seconds("wait", wait))
-
-    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
-        """`reserve` that trusts its arguments: for names made by `kvstore.hashing`, in an engine's step."""
-        reservation, over_quota = self._reserve(hashes, wait)
+        reservation, over_quota = self._reserve(hashes, expect_seconds("wait", wait))
         if over_quota and not (reservation.status == _NEW).any():
             raise QuotaError(
                 f"tenant {self.tenant!r} has a quota of {self._tenant.quota} bytes, and all of it is leased, "
                 f"pinned or being written: there is no room for blocks of {self.layout.block_bytes} bytes"
             )
         return reservation
+
+    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+        """`reserve` that trusts its arguments: for names made by `kvstore.hashing`, in an engine's step.
+
+        Where the tenant's quota has no room, blocks are denied, as they are for want of memory.
+        """
+        return self._reserve(hashes, wait)[0]
 
     def _reserve(self, hashes: Sequence[bytes], wait: float) -> tuple[Reservation, bool]:
         """Slots to write blocks into, and whether the tenant's quota was why there were not enough."""
@@ -611,6 +615,10 @@ class HostSpace(SlotSpace):
             same = self._records.generations[held.slots] == held.generations
             slots = self._records.purged(held.slots[same])
             return HeldSlots(slots, self._records.generations[slots])
+
+    def bar(self, section: Section) -> None:
+        """What another process had the cold tier remove, and it did not yet, is not loaded here either."""
+        self._purges.restore(section)
 
     def retry_purges(self) -> None:
         """Have the cold tier remove what it was to and did not, if there is something and it is time."""

@@ -15,6 +15,7 @@ from kvpager.tiers.errors import CommandError
 
 if TYPE_CHECKING:
     from kvpager.api.client import Connection
+    from kvpager.engine.control import Control
     from kvpager.engine.llm import LLM
     from kvpager.engine.sequence import Sequence
     from kvpager.tests.engine_cases import Case
@@ -52,13 +53,13 @@ class Asked(threading.Thread):
 
     def __init__(self, operator: Connection, kind: str, session: str) -> None:
         super().__init__()
-        self._ask = lambda: operator.command(kind, session, deadline=20.0)
+        self._operator, self._kind, self._session = operator, kind, session
         self.result: Any = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.result = self._ask()
+            self.result = self._operator.command(self._kind, self._session, deadline=20.0)
         except CommandError as error:
             self.result = error
 
@@ -67,6 +68,11 @@ class Asked(threading.Thread):
         while self.is_alive():
             llm.step()
         return self.result
+
+
+def control(llm: LLM) -> Control:
+    assert llm._control is not None
+    return llm._control
 
 
 def report_of(operator: Connection) -> dict[str, Any]:
@@ -83,7 +89,7 @@ def begin(llm: LLM, llama: Case, operator: Connection, **params: Any) -> Sequenc
     sequence = llm.submit(llama.prompts[5], SamplingParams(**settings), session="chat")
     while sequence.state is not SequenceState.DECODING:
         llm.step()
-    llm._control._report_at = 0.0  # type: ignore[union-attr]  # as if half a second had passed
+    control(llm)._report_at = 0.0  # as if half a second had passed
     llm.step()
     await_true(lambda: report_of(operator).get("sessions") == {"chat": "decoding"})
     return sequence
@@ -100,24 +106,22 @@ def test_an_engine_reports_by_itself(llm: LLM, llama: Case, operator: Connection
 def test_a_session_sleeps_until_it_is_woken_and_answers_as_ever(
     llm: LLM, llama: Case, operator: Connection
 ) -> None:
-    from kvpager.engine.sequence import SequenceState
-
     (truth,) = llm.generate([llama.prompts[5]], begin_params())
     sequence = begin(llm, llama, operator)
     blocks = Asked(operator, "sleep", "chat").stepping(llm)
     assert blocks > 0
-    assert sequence.state is SequenceState.ASLEEP
+    assert state_of(sequence) == "asleep"
     assert llm.scheduler.num_running == 0
     for _ in range(3):
         assert llm.step() == []
-    assert sequence.state is SequenceState.ASLEEP
-    llm._control._report_at = 0.0  # type: ignore[union-attr]
+    assert state_of(sequence) == "asleep"
+    control(llm)._report_at = 0.0
     llm.step()
     await_true(lambda: report_of(operator).get("sessions") == {"chat": "held"})
     assert report_of(operator)["device_held"] == 0
     assert Asked(operator, "promote", "chat").stepping(llm) >= blocks
     assert Asked(operator, "wake", "chat").stepping(llm) > 0
-    while sequence.state is not SequenceState.FINISHED:
+    while state_of(sequence) != "finished":
         llm.step()
     assert llm.completion(sequence).token_ids == truth.token_ids
     # Between two requests it has nothing of the device to itself; its blocks may be brought up.
@@ -145,11 +149,15 @@ def test_an_engine_refuses_what_it_cannot_do(llm: LLM, llama: Case, operator: Co
 def test_an_engine_that_is_closed_refuses(llm: LLM, llama: Case, operator: Connection) -> None:
     begin(llm, llama, operator)
     asked = Asked(operator, "sleep", "chat")
-    await_true(lambda: len(llm._control._commands) == 1)  # type: ignore[union-attr]
+    await_true(lambda: len(control(llm)._commands) == 1)
     llm.close()
     asked.join()
     assert isinstance(asked.result, CommandError)
     assert str(asked.result) == "the engine is closed"
+
+
+def state_of(sequence: Sequence) -> str:
+    return sequence.state.value
 
 
 def begin_params() -> Any:

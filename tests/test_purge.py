@@ -16,10 +16,12 @@ from kvpager.kvstore.space import HostSpace
 from kvpager.tests.raw_client import LAYOUT, await_true, names
 from kvpager.tests.redis_servers import RedisServer, three_masters
 from kvpager.tests.troubled_disk import TroubledDisk
+from kvpager.tiers.arena_file import ArenaFile
 from kvpager.tiers.cold import ColdStatus, ColdTier
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.cold_redis import RedisColdTier
 from kvpager.tiers.errors import StaleHandleError
+from kvpager.tiers.record_file import SectionKind
 
 SIZE = LAYOUT.block_bytes
 EXTENT = 4 * SIZE
@@ -252,6 +254,43 @@ def test_what_a_cold_tier_that_is_down_keeps_is_not_loaded_and_goes_later(tmp_pa
         assert loaded(space, 2, 4) == 4
         await_true(lambda: not cold.contains(space.id, names(0, 2)).any())
         assert cold.contains(space.id, names(2, 4)).all()
+
+
+def test_what_a_cold_tier_kept_is_not_loaded_by_the_next_process_either(tmp_path: Path) -> None:
+    def opened() -> tuple[TroubledDisk, HostStore, HostSpace, HostSpace]:
+        cold = TroubledDisk(tmp_path / "cold")
+        cold.fault = ColdStatus.UNAVAILABLE
+        arena = ArenaFile(str(tmp_path / "arena"), keep=True, cold="disk")
+        store = HostStore(8 * EXTENT, extent_bytes=EXTENT, cold=cold, arena=arena)
+        assert store.arena.wait_ready(8, timeout=30.0)
+        return cold, store, store.space(LAYOUT), store.space(LAYOUT, tenant="anna")
+
+    def barred(store: HostStore) -> int:
+        assert store.records is not None
+        return len(store.records.sections(SectionKind.BARRED))
+
+    cold, store, named, whole = opened()
+    with store:
+        cold.fault = None
+        for space in (named, whole):
+            fill(space, 0, 4)
+            assert store.flush() == 0
+            space.evict(4)
+        cold.fault = ColdStatus.UNAVAILABLE
+        assert named.purge(names(0, 2)).cold_left is ColdStatus.UNAVAILABLE
+        assert whole.purge(None).cold_left is ColdStatus.UNAVAILABLE
+        assert barred(store) == 2
+    cold, store, named, whole = opened()
+    with store:
+        assert barred(store) == 2
+        assert cold._index
+        cold.fault = None
+        assert (loaded(named, 0, 2), loaded(whole, 0, 4)) == (0, 0)
+        assert loaded(named, 2, 2) == 2
+        await_true(lambda: barred(store) == 0)
+        assert not cold.contains(named.id, names(0, 2)).any()
+        assert not cold.contains(whole.id, names(0, 4)).any()
+        store.check_integrity()
 
 
 def test_a_name_that_is_written_anew_is_loaded_again(tmp_path: Path) -> None:

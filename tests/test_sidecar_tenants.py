@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvpager.api.cli import main
 from kvpager.api.client import connect
 from kvpager.api.client_async import connect_async
 from kvpager.api.messages import Event, GetStats, Match, Put, Reserve, Stats, Subscribe
@@ -135,6 +136,24 @@ def test_a_line_of_a_token_file_may_name_a_tenant(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--token-file: ") as raised:
             read_tokens("--token-file", path)
         assert "t" * 16 not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("quotas", "said"),
+    [
+        (["anna"], "must be TENANT=SIZE"),
+        (["anna=much"], "must be a size like 8G"),
+        (["anna=0"], "--quota: "),
+        (["anna=1G", "anna=2G"], "names tenant 'anna' twice"),
+        ([f"{'a' * 300}=1G"], "256 characters at most"),
+    ],
+)
+def test_quotas_that_are_none_are_refused(
+    quotas: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [f"--quota={quota}" for quota in quotas]
+    assert main(["serve", f"--socket={tmp_path / 'socket'}", *options]) != 0
+    assert said in capsys.readouterr().err
 
 
 def test_tenants_and_their_blocks_outlive_a_sidecar(tmp_path: Path) -> None:

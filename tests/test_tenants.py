@@ -92,10 +92,12 @@ def test_a_reserve_that_the_quota_has_no_room_for_is_an_error_that_says_so(store
         assert isinstance(raised.value, CapacityError)
         with pytest.raises(QuotaError):
             anna.put(names(200, 1), np.zeros((1, SIZE), np.uint8))
+        # An engine's step is denied, as it is for want of memory.
+        assert anna.reserve_named(names(200, 1)).status.tolist() == [ReserveStatus.DENIED]
         # What is there already takes no room.
         assert anna.reserve(names(0, 2)).status.tolist() == [ReserveStatus.PRESENT] * 2
     counted = store.tenants()["anna"]
-    assert (counted["denied"], counted["over_quota"]) == (3, 3)
+    assert (counted["denied"], counted["over_quota"]) == (4, 4)
 
 
 def test_one_below_its_share_takes_what_nobody_leases_of_one_above_it() -> None:
