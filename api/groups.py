@@ -217,12 +217,12 @@ class Group:
         client = self.members.pop(member, None)
         if client is None or client in self.members.values():
             return
-        if not any(client in clients for clients in self._claims.values()):
-            self._called.pop(client, None)
         for clients in self._claims.values():
             claims = clients.get(client)
             if claims is not None and not claims.leased and not claims.reserved:
                 self._forget(clients.pop(client))
+        if not any(client in clients for clients in self._claims.values()):
+            self._called.pop(client, None)
 
     def _forget(self, claims: Claims) -> None:
         if self._book is not None:

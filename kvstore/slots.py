@@ -489,6 +489,15 @@ class SlotRecords:
         found: Ids = slots[(state == _PURGED) | (state == _VOID)]
         return found
 
+    def void(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
+        """Reserved slots of these names that were purged since."""
+        slots = np.flatnonzero(self._state == _VOID).astype(np.int32)
+        if not len(slots):
+            return {}
+        wanted = set(hashes)
+        found = zip(self.names(slots), slots.tolist(), strict=True)
+        return {name: slot for name, slot in found if name in wanted}
+
     def any_cleaning(self, slots: Ids) -> bool:
         """Whether one of these is being copied to the cold tier just now."""
         return bool(self._num_cleaning and self._cleaning[slots].any())

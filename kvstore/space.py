@@ -271,9 +271,14 @@ class HostSpace(SlotSpace):
         return Reservation(self, hashes, status, slots, generations), over_quota
 
     def reserved(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], Ids, Generations]:
-        """Which of these are being written: int64 [n] positions, each hash once; slots and generations."""
+        """Which of these are being written: int64 [n] positions, each hash once; slots and generations.
+
+        Those that were purged since they were reserved are told, too, so that they go when they are written.
+        """
         with self._shared.lock():
             pending = self._records.pending
+            if void := self._records.void(hashes):
+                pending = void | pending
             found = {name: at for at, name in enumerate(hashes) if name in pending} if pending else {}
             slots = np.fromiter((pending[name] for name in found), np.int32, len(found))
             return np.fromiter(found.values(), np.int64, len(found)), slots, self._records.generations[slots]

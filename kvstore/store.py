@@ -117,7 +117,6 @@ class TieredStore:
         shard: str = "",
         mover: Mover | None = None,
     ) -> None:
-        self.space = space_id(layout, shard)
         device_blocks = expect_integer("device_blocks", device_blocks, 1, 2**31 - 1)
         max_sequences = expect_integer("max_sequences", max_sequences, 1, MOST_ROWS)
         if host is not None:
@@ -141,6 +140,8 @@ class TieredStore:
         self.root = expect_bytes("root", root, HASH_BYTES)
         self.device = expect_text("device", device)
         self.host = host.space(layout, shard=shard) if host is not None else None
+        # Where host memory has tenants, its space is one of them.
+        self.space = space_id(layout, shard) if self.host is None else self.host.id
         self._closed = False
         self.stats = StoreStats()
         self.table = BlockTable(max_sequences, track_changes=device != "cpu")

@@ -128,6 +128,17 @@ def test_over_tcp_a_tenant_purges_itself_alone(running: Running) -> None:
                 assert len(again) == 0
 
 
+def test_what_is_put_over_tcp_and_was_purged_since_it_was_reserved_is_not_found(running: Running) -> None:
+    with connect(f"kvpager://127.0.0.1:{running.port}", token=TOKEN, tenant="anna") as connection:
+        space = connection.space(LAYOUT)
+        with space.reserve(names(0, 2)) as reservation:
+            assert space.purge(names(0, 1)).left["reserved"]
+            reservation.commit()
+        with space.match(names(0, 1)) as gone, space.match(names(1, 1)) as there:
+            assert (len(gone), len(there)) == (0, 1)
+        assert running.host.tenants()["anna"]["blocks"] == 1
+
+
 def test_a_session_is_purged_with_its_record(running: Running) -> None:
     root = ChainIdentity(b"model").root
     record = SessionRecord(root, 40, np.arange(50, dtype=np.int32))
