@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -312,3 +313,49 @@ def test_a_session_names_all_of_its_blocks() -> None:
     assert len(blocks) == 3
     assert blocks[:2] == list(record.sleeping(16).hashes)
     assert session_key(root, "name") != session_key(root, "other")
+
+
+def test_nothing_comes_back_beside_writers_loads_and_evictions(tmp_path: Path) -> None:
+    """Every name is written once, so that what is found after its purge came back."""
+    cold = DiskColdTier(tmp_path / "cold", capacity_bytes=64 << 20)
+    with host_on(cold) as store:
+        space = store.space(LAYOUT, tenant="anna")
+        written: list[int] = []
+        purged: list[int] = []
+        back: list[int] = []
+        stop = threading.Event()
+        rng = random.Random(0)
+
+        def write() -> None:
+            first = 0
+            while not stop.is_set():
+                if space.put(names(first, 4), np.zeros((4, SIZE), np.uint8), wait=1.0):
+                    written.extend(range(first, first + 4))
+                first += 4
+
+        def load() -> None:
+            while not stop.is_set():
+                number = rng.choice(written or [0])
+                with space.load(names(number, 1), 0.05), space.match(names(number, 1)):
+                    pass
+
+        def purge() -> None:
+            while not stop.is_set():
+                chosen = rng.sample(written, min(len(written), 5))
+                report = space.purge([name for number in chosen for name in names(number, 1)], deadline=20.0)
+                assert report.cold_left is None
+                purged.extend(chosen)
+                for number in rng.sample(purged, min(len(purged), 10)):
+                    with space.load(names(number, 1), 1.0) as lease:
+                        back.extend([number] * len(lease))
+
+        threads = [in_thread(work) for work in (write, load, load, purge)]
+        await_true(lambda: len(purged) > 300 or bool(back), 60.0)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not back
+        store.check_integrity()
+        assert space.purge(None).cold_left is None
+        assert store.tenants()["anna"]["blocks"] == 0
+        assert not cold._index
