@@ -168,7 +168,9 @@ class Group:
         Args:
             name: what the client calls itself.
         """
-        self._called[client] = name
+        holds = {one for clients in self._claims.values() for one in clients}
+        known = holds.union(self.members.values())
+        self._called = {one: text for one, text in self._called.items() if one in known} | {client: name}
         if client != UNNAMED:
             for other in [one for one, name in self.members.items() if name == client]:
                 other.end()
@@ -221,8 +223,6 @@ class Group:
             claims = clients.get(client)
             if claims is not None and not claims.leased and not claims.reserved:
                 self._forget(clients.pop(client))
-        if not any(client in clients for clients in self._claims.values()):
-            self._called.pop(client, None)
 
     def _forget(self, claims: Claims) -> None:
         if self._book is not None:
