@@ -8,7 +8,7 @@ what the client group holds from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -20,7 +20,9 @@ from ..kvstore.hashing import space_id
 from ..kvstore.host import HostStore
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
+from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
+    AccessDeniedError,
     CapacityError,
     ConfigError,
     KVPagerError,
@@ -32,18 +34,24 @@ from ..tiers.errors import (
 from ..tiers.layout import KVLayout
 from ..tiers.settings import expect_seconds, expect_text
 from .claims import Claims
+from .commands import Engine, Engines
 from .groups import UNNAMED, Group
 from .messages import (
     Abort,
     Blocks,
+    Clients,
+    Command,
+    CommandDone,
     Commit,
     Count,
     Done,
     Evict,
     Flush,
     Get,
+    GetClients,
     GetNote,
     GetStats,
+    Hint,
     Leased,
     LeaseSlots,
     Load,
@@ -53,10 +61,13 @@ from .messages import (
     Note,
     OpenSpace,
     Pin,
+    Purge,
+    PurgeTenant,
     Put,
     PutNote,
     Reassert,
     Release,
+    Report,
     Reserve,
     Reserved,
     SpaceOpened,
@@ -64,6 +75,7 @@ from .messages import (
     Subscribe,
     Unpin,
 )
+from .purges import Purges
 
 __all__ = ["Answers", "Job", "Service", "ServiceCounters", "request_bytes"]
 
@@ -75,8 +87,6 @@ _MOST_WAIT: Final = 60.0
 """Seconds that a request waits at most, whatever it asks for."""
 _MOST_SPACES: Final = 256
 """Spaces of a sidecar; each has records of all the slots that it might have."""
-_MOST_NUMBERS: Final = 1024
-"""Spaces, by layout, shard and tenant, that one connection opens."""
 _MOST_SLOTS: Final = 1 << 24
 """Slots of a space: an arena in blocks of a few bytes would be all records."""
 _MOST_TEXT: Final = 256
@@ -125,6 +135,8 @@ class Service:
         host: the store.
         max_frame: bytes of the largest frame.
         draining: whether the sidecar is being stopped: nothing new is reserved.
+        purges: makes purges; there is one once the sidecar is started.
+        engines: reports and commands.
     """
 
     host: HostStore
@@ -132,6 +144,8 @@ class Service:
     draining: bool = False
     counters: ServiceCounters = field(default_factory=ServiceCounters)
     spaces: set[bytes] = field(default_factory=set)
+    purges: Purges | None = None
+    engines: Engines = field(default_factory=Engines)
 
 
 def request_bytes(message: Message) -> int:
@@ -156,6 +170,8 @@ class Answers:
         client: which client of the group.
         subscribe: has events sent to this connection, or no more.
         counts: further numbers for `Stats`.
+        tenants: those whose spaces it may open; None: all.
+        engine: the connection, as commands know it.
 
     Over TCP (the group is of no user of this machine) a client has no memory to write to: what it reserved is
     committed by the `Put` that brings its bytes, and by nothing else.
@@ -168,6 +184,8 @@ class Answers:
         client: bytes,
         subscribe: Callable[[bool], None],
         counts: Callable[[], dict[str, int]],
+        tenants: Collection[str] | None,
+        engine: Engine,
     ) -> None:
         self._service = service
         self._host = service.host
@@ -175,8 +193,10 @@ class Answers:
         self._client = client
         self._subscribe = subscribe
         self._counts = counts
+        self._tenants = tenants
+        self._engine = engine
         self._spaces: list[HostSpace] = []
-        self._numbers: dict[tuple[bytes, str], int] = {}
+        self._numbers: dict[bytes, int] = {}
         self._handlers: dict[type[Message], Callable[[Any], Message | Job]] = {
             OpenSpace: self._open_space,
             Match: self._match,
@@ -189,6 +209,7 @@ class Answers:
             Abort: self._abort,
             Pin: self._pin,
             Unpin: self._unpin,
+            Hint: self._hint,
             Evict: self._evict,
             PutNote: self._put_note,
             GetNote: self._get_note,
@@ -197,6 +218,12 @@ class Answers:
             GetStats: self._get_stats,
             Subscribe: self._change_subscription,
             Flush: self._flush,
+            Purge: self._purge,
+            PurgeTenant: self._purge_tenant,
+            Report: self._report,
+            GetClients: self._get_clients,
+            Command: self._command,
+            CommandDone: self._command_done,
         }
 
     def understands(self, message: Message) -> bool:
@@ -220,7 +247,8 @@ class Answers:
     # Spaces
 
     def _open_space(self, asked: OpenSpace) -> Message:
-        shard, tenant = (_short(name, getattr(asked, name)) for name in ("shard", "tenant"))
+        shard, tenant = _short("shard", asked.shard), check_tenant("tenant", asked.tenant)
+        self._refuse_other_tenants(tenant)
         _short("format", asked.format)
         layout = KVLayout(
             asked.num_layers,
@@ -240,19 +268,20 @@ class Answers:
                 "block_size",
                 f"blocks of {layout.block_bytes} bytes are {slots} slots, {_MOST_SLOTS} are taken",
             )
-        name = space_id(layout, shard)
+        name = space_id(layout, shard, tenant)
         if name not in service.spaces and len(service.spaces) >= _MOST_SPACES:
             raise CapacityError(f"the sidecar has {_MOST_SPACES} spaces, and takes no more")
-        space = self._host.space(layout, shard=shard)
+        space = self._host.space(layout, shard=shard, tenant=tenant)
         service.spaces.add(name)
-        number = self._numbers.get((name, tenant))
+        number = self._numbers.get(name)
         if number is None:
-            number = len(self._spaces)
-            if number >= _MOST_NUMBERS:
-                raise CapacityError(f"a connection opens {_MOST_NUMBERS} spaces at most")
-            self._numbers[name, tenant] = number
+            number = self._numbers[name] = len(self._spaces)
             self._spaces.append(space)
         return SpaceOpened(number, space.id, space.slots_per_extent)
+
+    def _refuse_other_tenants(self, tenant: str) -> None:
+        if self._tenants is not None and tenant not in self._tenants:
+            raise AccessDeniedError(f"the token is not one of tenant {tenant!r}")
 
     def _space(self, number: int) -> HostSpace:
         if not 0 <= number < len(self._spaces):
@@ -403,7 +432,14 @@ class Answers:
 
     def _pin(self, asked: Pin) -> Message | Job:
         space = self._space(asked.space)
-        return _counted(len(asked.hashes), lambda: space.pin(asked.hashes))
+        ttl = expect_seconds("ttl", asked.ttl) or None
+        return _counted(len(asked.hashes), lambda: space.pin(asked.hashes, ttl=ttl))
+
+    def _hint(self, asked: Hint) -> Message | Job:
+        space = self._space(asked.space)
+        if asked.wanted:
+            self._refuse_if_draining()
+        return _counted(len(asked.hashes), lambda: space.hint(asked.hashes, wanted=asked.wanted))
 
     def _unpin(self, asked: Unpin) -> Message | Job:
         space = self._space(asked.space)
@@ -412,6 +448,46 @@ class Answers:
     def _evict(self, asked: Evict) -> Message | Job:
         space = self._space(asked.space)
         return _counted(asked.count, lambda: space.evict(min(asked.count, space.capacity)))
+
+    def _purge(self, asked: Purge) -> Message | Job:
+        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        notes = [asked.note] if asked.note else []
+        return Job(True, *self._purges.of_space(space, asked.hashes, notes, wait))
+
+    def _purge_tenant(self, asked: PurgeTenant) -> Message | Job:
+        tenant = check_tenant("tenant", asked.tenant)
+        self._refuse_other_tenants(tenant)
+        return Job(True, *self._purges.of_tenant(tenant, _seconds("deadline", asked.deadline)))
+
+    @property
+    def _purges(self) -> Purges:
+        purges = self._service.purges
+        if purges is None:
+            raise ServiceUnavailableError("the sidecar is not started yet")
+        return purges
+
+    # Reports and commands
+
+    def _report(self, asked: Report) -> Message:
+        self._service.engines.keep(self._engine, asked)
+        return Done()
+
+    def _get_clients(self, asked: GetClients) -> Message:
+        self._refuse_unless_operator()
+        return Clients(self._service.engines.listed())
+
+    def _command(self, asked: Command) -> Message | Job:
+        self._refuse_unless_operator()
+        wait = _seconds("deadline", asked.deadline)
+        return Job(True, self._service.engines.give(asked, wait), _same)
+
+    def _command_done(self, asked: CommandDone) -> Message:
+        self._service.engines.done(self._engine, asked)
+        return Done()
+
+    def _refuse_unless_operator(self) -> None:
+        if self._tenants is not None:
+            raise AccessDeniedError("the token is one of tenants, not of operators")
 
     # Bytes
 
@@ -489,6 +565,11 @@ class Answers:
             "host": self._host.stats.snapshot(),
             "arena": asdict(self._host.arena.stats()),
             "sidecar": {**asdict(self._service.counters), **self._counts()},
+            "tenants": {
+                name: values
+                for name, values in self._host.tenants().items()
+                if self._tenants is None or name in self._tenants
+            },
         }
         cold = getattr(self._host.cold, "stats", None)
         if cold is not None:
@@ -510,6 +591,10 @@ def _nothing_reserved() -> tuple[npt.NDArray[np.int64], Ids, Generations]:
 
 def _counted(blocks: int, work: Callable[[], int]) -> Message | Job:
     return Job(False, work, Count) if blocks > _QUICK_BLOCKS else Count(work())
+
+
+def _same(reply: Message) -> Message:
+    return reply
 
 
 def _seconds(what: str, value: float) -> float:

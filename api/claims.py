@@ -117,6 +117,12 @@ class Claims:
         self.reserved -= len(mine)
         return good
 
+    def holds(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of these the client has leased or reserved."""
+        held: npt.NDArray[np.bool_] = (self._leases[slots] > 0) | self._reserved[slots]
+        held &= self._generations[slots] == generations
+        return held
+
     def agree(self, slots: Ids, generations: Generations, counts: Ids) -> npt.NDArray[np.bool_]:
         """Make this agree with what the client says that it holds, and nothing else.
 

@@ -17,7 +17,9 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Final, Generic, TypeVar, cast
 
+from ..kvstore.control import EngineReport
 from ..kvstore.events import BlockEvent, EventStream, Listener
+from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
     ClosedError,
     KVPagerError,
@@ -26,15 +28,17 @@ from ..tiers.errors import (
 )
 from ..tiers.layout import KVLayout
 from ..tiers.mover import HostMover
-from ..tiers.settings import expect_flag, expect_seconds, expect_text, expect_type
+from ..tiers.settings import expect_flag, expect_seconds, expect_type
 from .client_calls import Ask, Call
-from .client_core import ClientCounters
+from .client_commands import CommandListener, CommandListeners, clients_ask, command_ask, report_of
+from .client_core import ClientCounters, GivenCommand
 from .client_shell import (
     REFUSALS,
     Backoff,
     Subscriptions,
     core_of,
     flush_ask,
+    purge_tenant_ask,
     read_socket,
     stats_ask,
     tell_lost,
@@ -45,6 +49,7 @@ from .endpoint import Endpoint, endpoint_of
 from .holdings import Handles
 from .inline_asks import Steps
 from .inline_space import InlineSpace
+from .messages import Purged
 from .remote_space import RemoteSpace
 
 __all__ = ["Connection", "connect"]
@@ -67,6 +72,7 @@ def connect(
     on_lost: Callable[[Lost], None] | None = None,
     token: str | None = None,
     ca: str | os.PathLike[str] | None = None,
+    tenant: str = "",
 ) -> Connection:
     """Connect to a sidecar (``kvpager serve``).
 
@@ -80,6 +86,7 @@ def connect(
         on_lost: is told, in the connection's thread, of leases and reservations that are lost.
         token: what a sidecar that is reached over TCP wants to be told.
         ca: file of the authorities whose certificates are trusted, PEM; None: those of the system.
+        tenant: whose the blocks of spaces are that do not say it themselves; quotas go by it.
 
     Raises:
         ConfigError: an argument is of a wrong type or out of range.
@@ -89,7 +96,15 @@ def connect(
         TLSError: its certificate is not trusted, or only one side speaks TLS.
     """
     connection = Connection(
-        url, name=name, group=group, timeout=timeout, strict=strict, on_lost=on_lost, token=token, ca=ca
+        url,
+        name=name,
+        group=group,
+        timeout=timeout,
+        strict=strict,
+        on_lost=on_lost,
+        token=token,
+        ca=ca,
+        tenant=tenant,
     )
     try:
         connection.wait_ready()
@@ -131,7 +146,7 @@ class Connection:
 
     Attributes:
         device: None: no GPU has the memory mapped.
-        timeout, strict: as given to `connect`.
+        timeout, strict, tenant: as given to `connect`.
     """
 
     def __init__(
@@ -145,8 +160,10 @@ class Connection:
         on_lost: Callable[[Lost], None] | None = None,
         token: str | None = None,
         ca: str | os.PathLike[str] | None = None,
+        tenant: str = "",
     ) -> None:
         self._endpoint: Endpoint = endpoint_of(url, token, ca)
+        self.tenant = check_tenant("tenant", tenant)
         self.timeout = expect_seconds("timeout", timeout, above=True)
         self.strict = expect_flag("strict", strict)
         self.core = core_of(self._endpoint, name, group, on_lost)
@@ -155,6 +172,7 @@ class Connection:
         self._on_lost = on_lost
         self._events = EventStream()
         self._subscriptions = Subscriptions(self._events, self._listen)
+        self._commands = CommandListeners(self._answer_command)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._sending = threading.Lock()
@@ -170,18 +188,18 @@ class Connection:
 
     # Like a HostStore
 
-    def space(self, layout: KVLayout, *, shard: str = "", tenant: str = "") -> RemoteSpace:
+    def space(self, layout: KVLayout, *, shard: str = "", tenant: str | None = None) -> RemoteSpace:
         """The space of `layout` and `shard`; the same object for equal ones.
 
         Args:
-            tenant: whose the blocks are; quotas go by it.
+            tenant: whose the blocks are: no other tenant finds them. None: the connection's.
 
         Raises:
             ConfigError: a block does not fit an extent, or an argument is of a wrong type.
             ClosedError: the connection was closed.
         """
         expect_type("layout", layout, KVLayout, "a KVLayout")
-        tenant = expect_text("tenant", tenant, empty=True)
+        tenant = self.tenant if tenant is None else check_tenant("tenant", tenant)
         with self._opening:
             with self._lock:
                 self._check_open()
@@ -217,6 +235,21 @@ class Connection:
         """
         return self.ask(flush_ask(deadline))
 
+    def purge_tenant(self, tenant: str, deadline: float = 30.0) -> Purged:
+        """Have all of a tenant be gone from host memory and the cold tier, in all its spaces.
+
+        What somebody holds is found by nobody from then on and goes when he lets go of it; `Purged.left` says
+        who. Blocks in an engine's own device memory are the engine's business.
+
+        Args:
+            deadline: seconds that the cold tier may take.
+
+        Raises:
+            AccessDeniedError: the token is not one of this tenant.
+            ServiceUnavailableError: the sidecar does not answer.
+        """
+        return self.ask(purge_tenant_ask(tenant, deadline))
+
     def stats(self) -> dict[str, Any]:
         """The sidecar's counters.
 
@@ -224,6 +257,64 @@ class Connection:
             ServiceUnavailableError: it does not answer. This is no call of the serving path.
         """
         return self.ask(stats_ask())
+
+    def clients(self) -> dict[str, Any]:
+        """Who is connected, for operators: a map for each, with its ``name``, what it holds, its ``report``.
+
+        Raises:
+            AccessDeniedError: the token is one of tenants.
+            ServiceUnavailableError: the sidecar does not answer.
+        """
+        return self.ask(clients_ask())
+
+    def command(
+        self, kind: str, session: str, *, hashes: Sequence[bytes] = (), deadline: float = 10.0
+    ) -> int:
+        """Have the engine that holds a session do something with it, and wait for its answer.
+
+        Args:
+            kind: ``sleep``, ``wake`` or ``promote``.
+            session: its id, as the engine reports it.
+            hashes: of ``promote``: these of its blocks; none: all.
+            deadline: seconds that the engine may take.
+
+        Returns:
+            how many blocks the engine says it was done to.
+
+        Raises:
+            CommandError: no engine holds the session, it refused, went away, or did not answer in time.
+            AccessDeniedError: the token is one of tenants.
+            ServiceUnavailableError: the sidecar does not answer.
+        """
+        return self.ask(command_ask(kind, session, hashes, deadline))
+
+    def report(self, report: EngineReport) -> None:
+        """Say how this engine is, for operators. Does not wait.
+
+        The last report is kept until the connection ends, and is said again on later ones.
+
+        Raises:
+            ConfigError: it is no `EngineReport`.
+            ClosedError: the connection was closed.
+        """
+        message = report_of(report)
+        with self._lock:
+            self._check_open()
+            self.core.report(message)
+            self._write()
+
+    def on_command(self, listener: CommandListener) -> Callable[[], None]:
+        """Call `listener`, in the connection's thread, with every command; returns how to end it.
+
+        A command comes for a session of the last report. It is answered by its `done` or `refuse`, from any
+        thread; the listener itself must not wait for the sidecar. There is one listener at a time.
+
+        Raises:
+            ConfigError: it cannot be called.
+            ClosedError: the connection was closed.
+        """
+        self._check_open()
+        return self._commands.listen(listener)
 
     def close(self, *, drain: float = 0.0) -> None:
         """Release what is held and end the connection. Idempotent. The sidecar goes on.
@@ -422,6 +513,12 @@ class Connection:
 
     # Inside
 
+    def _answer_command(self, given: GivenCommand, count: int, problem: str) -> None:
+        with self._lock:
+            if not self.closed:
+                self.core.answer_command(given, count, problem)
+                self._write()
+
     def _start(self, ask: Ask[_T], notify: Callable[[], object]) -> Call[_T]:
         frame = self.core.frame_of(ask)
         with self._lock:
@@ -563,12 +660,14 @@ class Connection:
             else:
                 self.core.received(came, fds)
             events, losses = self.core.take_events(), self.core.take_losses()
+            commands = self.core.take_commands()
             while fds and self.core.ready:
                 os.close(fds.pop())
             if self.core.ready and not was_ready:
                 self._refused = None
                 self._changed.notify_all()
         self._tell(events, losses)
+        self._commands.tell(commands)
 
     def _tell(self, events: list[BlockEvent], losses: list[Lost]) -> None:
         for event in events:

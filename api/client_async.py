@@ -7,17 +7,21 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from ..kvstore.control import EngineReport
 from ..kvstore.events import EventStream, Listener
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
 from ..kvstore.policy import Ids
+from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotPlaces
+from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
     ClosedError,
     KVPagerError,
@@ -26,15 +30,24 @@ from ..tiers.errors import (
 )
 from ..tiers.layout import KVLayout
 from ..tiers.mover import HostMover
-from ..tiers.settings import expect_byte_strings, expect_flag, expect_seconds, expect_text, expect_type
+from ..tiers.settings import (
+    expect_byte_strings,
+    expect_bytes,
+    expect_flag,
+    expect_seconds,
+    expect_text,
+    expect_type,
+)
 from .client_calls import Ask, Call
-from .client_core import ClientCounters
+from .client_commands import CommandListener, CommandListeners, clients_ask, command_ask, report_of
+from .client_core import ClientCounters, GivenCommand
 from .client_shell import (
     REFUSALS,
     Backoff,
     Subscriptions,
     core_of,
     flush_ask,
+    purge_tenant_ask,
     read_socket,
     stats_ask,
     tell_lost,
@@ -45,7 +58,8 @@ from .copies import BufferedReservation, CopiedLease, fill_buffer, read_copies, 
 from .endpoint import Endpoint, endpoint_of
 from .holdings import Handles
 from .inline_asks import InlineAsks, Steps
-from .space_asks import SpaceAsks, handles_of
+from .messages import Purged
+from .space_asks import SpaceAsks, handles_of, session_blocks
 
 __all__ = ["AsyncConnection", "AsyncSpace", "connect_async"]
 
@@ -62,10 +76,19 @@ async def connect_async(
     on_lost: Callable[[Lost], None] | None = None,
     token: str | None = None,
     ca: str | os.PathLike[str] | None = None,
+    tenant: str = "",
 ) -> AsyncConnection:
     """`connect` for asyncio: arguments and errors are the same. To be used on the loop that it ran on."""
     connection = AsyncConnection(
-        url, name=name, group=group, timeout=timeout, strict=strict, on_lost=on_lost, token=token, ca=ca
+        url,
+        name=name,
+        group=group,
+        timeout=timeout,
+        strict=strict,
+        on_lost=on_lost,
+        token=token,
+        ca=ca,
+        tenant=tenant,
     )
     try:
         await connection.wait_ready()
@@ -82,7 +105,7 @@ class AsyncConnection:
 
     Attributes:
         core: what is asked and held.
-        strict, timeout: as given to `connect_async`.
+        strict, timeout, tenant: as given to `connect_async`.
     """
 
     def __init__(
@@ -96,8 +119,10 @@ class AsyncConnection:
         on_lost: Callable[[Lost], None] | None = None,
         token: str | None = None,
         ca: str | os.PathLike[str] | None = None,
+        tenant: str = "",
     ) -> None:
         self._endpoint: Endpoint = endpoint_of(url, token, ca)
+        self.tenant = check_tenant("tenant", tenant)
         self.timeout = expect_seconds("timeout", timeout, above=True)
         self.strict = expect_flag("strict", strict)
         self.core = core_of(self._endpoint, name, group, on_lost)
@@ -106,6 +131,7 @@ class AsyncConnection:
         self._on_lost = on_lost
         self._events = EventStream()
         self._subscriptions = Subscriptions(self._events, self._listen)
+        self._commands = CommandListeners(self._answer_command)
         self._opening = asyncio.Lock()
         self._sending = asyncio.Lock()
         self._spaces: dict[ClientSpace, AsyncSpace] = {}
@@ -117,10 +143,10 @@ class AsyncConnection:
         self._refused: KVPagerError | None = None
         self._task = self._loop.create_task(self._run())
 
-    async def space(self, layout: KVLayout, *, shard: str = "", tenant: str = "") -> AsyncSpace:
+    async def space(self, layout: KVLayout, *, shard: str = "", tenant: str | None = None) -> AsyncSpace:
         """The space of `layout` and `shard`. See `Connection.space`."""
         expect_type("layout", layout, KVLayout, "a KVLayout")
-        tenant = expect_text("tenant", tenant, empty=True)
+        tenant = self.tenant if tenant is None else check_tenant("tenant", tenant)
         async with self._opening:
             self.check_open()
             space, is_new = self.core.space(layout, shard, tenant)
@@ -144,9 +170,34 @@ class AsyncConnection:
         """See `Connection.flush`."""
         return await self.ask(flush_ask(deadline))
 
+    async def purge_tenant(self, tenant: str, deadline: float = 30.0) -> Purged:
+        """See `Connection.purge_tenant`."""
+        return await self.ask(purge_tenant_ask(tenant, deadline))
+
     async def stats(self) -> dict[str, Any]:
         """See `Connection.stats`."""
         return await self.ask(stats_ask())
+
+    async def clients(self) -> dict[str, Any]:
+        """See `Connection.clients`."""
+        return await self.ask(clients_ask())
+
+    async def command(
+        self, kind: str, session: str, *, hashes: Sequence[bytes] = (), deadline: float = 10.0
+    ) -> int:
+        """See `Connection.command`."""
+        return await self.ask(command_ask(kind, session, hashes, deadline))
+
+    def report(self, report: EngineReport) -> None:
+        """See `Connection.report`."""
+        self.check_open()
+        self.core.report(report_of(report))
+        self.write()
+
+    def on_command(self, listener: CommandListener) -> Callable[[], None]:
+        """Call `listener`, on the loop, with every command. See `Connection.on_command`."""
+        self.check_open()
+        return self._commands.listen(listener)
 
     async def close(self) -> None:
         """Release what is held and end the connection. Idempotent. See `Connection.close`."""
@@ -299,6 +350,17 @@ class AsyncConnection:
 
     # Inside
 
+    def _answer_command(self, given: GivenCommand, count: int, problem: str) -> None:
+        """Called from any thread."""
+
+        def say() -> None:
+            if not self.closed:
+                self.core.answer_command(given, count, problem)
+                self.write()
+
+        with suppress(RuntimeError):  # the loop is closed, and the connection with it
+            self._loop.call_soon_threadsafe(say)
+
     def _listen(self, on: bool) -> None:
         if not self.closed:
             self.core.subscribe(on)
@@ -397,6 +459,7 @@ class AsyncConnection:
             self._events.emit(event.kind, event.tier, event.space, event.hashes)
         for lost in self.core.take_losses():
             tell_lost(lost, self._on_lost)
+        self._commands.tell(self.core.take_commands())
 
     def _end(self, reason: KVPagerError) -> None:
         if self._ended is not None and not self._ended.done():
@@ -461,9 +524,13 @@ class AsyncSpace(SlotPlaces):
         with await self.match(hashes) as lease:
             return self.read_blocks(lease, out)
 
-    async def pin(self, hashes: Sequence[bytes]) -> int:
+    async def pin(self, hashes: Sequence[bytes], *, ttl: float | None = None) -> int:
         """See `HostSpace.pin`."""
-        return await self._connection.ask(self._asks.pin(hashes))
+        return await self._connection.ask(self._asks.pin(hashes, ttl))
+
+    async def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+        """See `HostSpace.hint`."""
+        return await self._connection.ask(self._asks.hint(hashes, wanted))
 
     async def unpin(self, hashes: Sequence[bytes]) -> int:
         """See `HostSpace.unpin`."""
@@ -472,6 +539,16 @@ class AsyncSpace(SlotPlaces):
     async def evict(self, count: int) -> int:
         """See `HostSpace.evict`."""
         return await self._connection.ask(self._asks.evict(count))
+
+    async def purge(self, hashes: Sequence[bytes], *, note: bytes = b"", deadline: float = 30.0) -> Purged:
+        """See `RemoteSpace.purge`."""
+        return await self._connection.ask(self._asks.purge(hashes, note, deadline))
+
+    async def purge_session(self, name: str, *, root: bytes, deadline: float = 30.0) -> Purged:
+        """See `RemoteSpace.purge_session`."""
+        key = session_key(expect_bytes("root", root, HASH_BYTES), expect_text("name", name))
+        found = await self.get_note(key, deadline)
+        return await self.purge(session_blocks(found, self.layout), note=key, deadline=deadline)
 
     async def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
         """See `HostSpace.put_note`."""

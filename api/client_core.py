@@ -22,10 +22,12 @@ from ..kvstore.events import BlockEvent, EventKind
 from ..kvstore.hashing import space_id
 from ..kvstore.stats import Counters
 from ..tiers.errors import (
+    AccessDeniedError,
     ConfigError,
     KVPagerError,
     LayoutError,
     ProtocolError,
+    QuotaError,
     ServiceUnavailableError,
     StaleHandleError,
     TLSError,
@@ -36,6 +38,8 @@ from .client_space import AbsentArena, Arena, ClientSpace, Lost
 from .holdings import Claimed, Handles, Holdings
 from .messages import (
     Abort,
+    CommandDone,
+    CommandGiven,
     Commit,
     Done,
     Event,
@@ -44,6 +48,7 @@ from .messages import (
     Message,
     Reassert,
     Release,
+    Report,
     SpaceOpened,
     Subscribe,
     Welcome,
@@ -51,7 +56,7 @@ from .messages import (
 from .tls_stream import TLSStream
 from .wire import MAGIC, MAX_FRAME, VERSION, Failure, Frame, FrameReader, Notice, Reply, Request, encode_parts
 
-__all__ = ["FRAME_ROOM", "GROUP_BYTES", "ClientCore", "ClientCounters"]
+__all__ = ["FRAME_ROOM", "GROUP_BYTES", "ClientCore", "ClientCounters", "GivenCommand"]
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +70,25 @@ _TLS_ALERT: Final = b"\x15\x03"
 """What whoever speaks TLS answers to somebody who does not."""
 _MOST_OUTPUT: Final = 2 * MAX_FRAME
 """Bytes that wait for a sidecar that does not read: beyond this the connection is given up."""
-_CALLERS_FAULT: Final = (ConfigError, LayoutError)
+_CALLERS_FAULT: Final = (ConfigError, LayoutError, AccessDeniedError)
+
+
+@dataclass(frozen=True)
+class GivenCommand:
+    """A command that came, and on which connection.
+
+    Args:
+        epoch: the core's, then.
+        given: what came.
+    """
+
+    epoch: int
+    given: CommandGiven
+
+    @property
+    def number(self) -> int:
+        """What the answer calls it."""
+        return self.given.command
 
 
 @dataclass(frozen=True)
@@ -85,6 +108,8 @@ class ClientCounters(Counters):
     """Calls that found or kept nothing because the sidecar did not answer, or not in time."""
     refused: int = 0
     """Handles that were released or committed and not held any more."""
+    over_quota: int = 0
+    """Calls that found no room within the tenant's quota."""
     lost: int = 0
     """Leases and reservations that ended with a sidecar, or while there was no connection."""
     connects: int = 0
@@ -131,10 +156,12 @@ class ClientCore:
         self._tls: TLSStream | None = None
         self._nothing_came = True
         self._greeted = False
-        self._spaces: dict[tuple[bytes, str], ClientSpace] = {}
+        self._spaces: dict[bytes, ClientSpace] = {}
         self._opening = 0
         self._subscribed = False
         self._events: list[BlockEvent] = []
+        self._commands: list[GivenCommand] = []
+        self._report: Report | None = None
         self._new_losses: list[Lost] = []
         self._heard = 0
         self.stalled = False
@@ -244,6 +271,11 @@ class ClientCore:
         events, self._events = self._events, []
         return events
 
+    def take_commands(self) -> list[GivenCommand]:
+        """Commands that came since."""
+        commands, self._commands = self._commands, []
+        return commands
+
     def take_losses(self) -> list[Lost]:
         """What was lost since."""
         losses, self._new_losses = self._new_losses, []
@@ -302,6 +334,9 @@ class ClientCore:
             raise error
         if isinstance(error, StaleHandleError):
             return call.ask.instead()  # it did answer
+        if isinstance(error, QuotaError):
+            self.counters.over_quota += 1
+            return call.ask.instead()
         self.counters.unanswered += 1
         if not self._out.told:
             self._out = replace(self._out, told=True)
@@ -315,6 +350,18 @@ class ClientCore:
             if self.ready:
                 self._tell_subscription()
 
+    def report(self, report: Report) -> None:
+        """Say how this engine is, on this connection and, until there is another report, on later ones."""
+        self._report = report
+        if self.ready:
+            self._tell_report(report)
+
+    def answer_command(self, given: GivenCommand, count: int, problem: str) -> None:
+        """Say what became of a command. One of an earlier connection has failed there already."""
+        if given.epoch == self.epoch and self.ready:
+            answer = CommandDone(given.number, count, problem)
+            self._send_call(self._ask_core(lambda _: answer, lambda reply: expect(reply, Done)))
+
     # Spaces and what is held of them
 
     def space(self, layout: KVLayout, shard: str, tenant: str) -> tuple[ClientSpace, bool]:
@@ -324,7 +371,7 @@ class ClientCore:
             ServiceUnavailableError: there never was a connection.
             ConfigError: a block does not fit an extent.
         """
-        name = space_id(layout, shard), tenant
+        name = space_id(layout, shard, tenant)
         space = self._spaces.get(name)
         if space is not None:
             return space, False
@@ -351,7 +398,7 @@ class ClientCore:
 
     def forget(self, space: ClientSpace) -> None:
         """A space that the sidecar refused."""
-        self._spaces.pop((space.id, space.tenant), None)
+        self._spaces.pop(space.id, None)
 
     def release(self, space: ClientSpace, handles: Handles) -> int:
         """End leases; returns how many of them were not held."""
@@ -428,6 +475,8 @@ class ClientCore:
         if isinstance(frame, Notice):
             if isinstance(frame.message, Event):
                 self._event(frame.message)
+            elif isinstance(frame.message, CommandGiven):
+                self._commands.append(GivenCommand(self.epoch, frame.message))
             return
         if isinstance(frame, Request):
             raise ProtocolError("the sidecar sent a request")
@@ -504,6 +553,8 @@ class ClientCore:
         self.lost = ()
         if self._subscribed:
             self._tell_subscription()
+        if self._report is not None:
+            self._tell_report(self._report)
         for space in self._spaces.values():
             if arena is not before:
                 self._set_adrift(space, arena)
@@ -612,6 +663,9 @@ class ClientCore:
     def _tell_subscription(self) -> None:
         on = self._subscribed
         self._send_call(self._ask_core(lambda _: Subscribe(on), lambda reply: expect(reply, Done)))
+
+    def _tell_report(self, report: Report) -> None:
+        self._send_call(self._ask_core(lambda _: report, lambda reply: expect(reply, Done)))
 
     def _ask_core(
         self,

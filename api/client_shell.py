@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..kvstore.events import EventStream, Listener
+from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
     AccessDeniedError,
     ConfigError,
@@ -24,7 +25,7 @@ from .client_calls import Ask, expect
 from .client_core import GROUP_BYTES, ClientCore
 from .client_space import Lost
 from .endpoint import Endpoint
-from .messages import Count, Flush, GetStats, Stats
+from .messages import Count, Flush, GetStats, Purged, PurgeTenant, Stats
 
 __all__ = [
     "REFUSALS",
@@ -32,6 +33,8 @@ __all__ = [
     "Subscriptions",
     "core_of",
     "flush_ask",
+    "nothing_purged",
+    "purge_tenant_ask",
     "read_socket",
     "stats_ask",
     "tell_lost",
@@ -148,6 +151,24 @@ def flush_ask(deadline: float) -> Ask[int]:
 def stats_ask() -> Ask[dict[str, Any]]:
     """The request for the sidecar's counters."""
     return Ask(None, lambda _: GetStats(), lambda reply: expect(reply, Stats).values, dict, required=True)
+
+
+def purge_tenant_ask(tenant: str, deadline: float) -> Ask[Purged]:
+    """The request that all of a tenant be gone."""
+    tenant, seconds = check_tenant("tenant", tenant), expect_seconds("deadline", deadline)
+    return Ask(
+        None,
+        lambda _: PurgeTenant(tenant, seconds),
+        lambda reply: expect(reply, Purged),
+        nothing_purged,
+        seconds,
+        required=True,
+    )
+
+
+def nothing_purged() -> Purged:
+    """What stands for the reply where there is none."""
+    return Purged(0, 0, 0, 0, 0, 0, {})
 
 
 def tell_lost(lost: Lost, listener: Callable[[Lost], None] | None) -> None:

@@ -128,7 +128,7 @@ class ClientSpace:
         self.layout = layout
         self.shard = shard
         self.tenant = tenant
-        self.id = space_id(layout, shard)
+        self.id = space_id(layout, shard, tenant)
         self.arena = arena
         self.capacity = arena.extent_bytes // layout.block_bytes * arena.num_extents
         self.inline = isinstance(arena, AbsentArena)

@@ -20,8 +20,8 @@ from typing import Any, Final, cast
 
 from ..tiers.errors import ClosedError, KVPagerError, ProtocolError, ServiceUnavailableError
 from .answers import Answers, Job, Service, request_bytes
-from .messages import Message
-from .wire import Failure, Frame, FrameReader, Reply, Request, encode_parts
+from .messages import CommandGiven, Message
+from .wire import Failure, Frame, FrameReader, Notice, Reply, Request, encode_parts
 
 __all__ = ["Connection", "Limits", "Threads"]
 
@@ -81,6 +81,7 @@ class Connection(asyncio.BufferedProtocol):
         limits: what it may have under way.
         closed: is called once when the connection is over.
         remote: whether it came over TCP.
+        tenants: those that it has to do with; None: all.
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class Connection(asyncio.BufferedProtocol):
         closed: Callable[[Connection], None],
         *,
         remote: bool = False,
+        tenants: frozenset[str] | None = None,
     ) -> None:
         self.remote = remote
+        self.tenants = tenants
         self.lost_events = 0
         self._loop = asyncio.get_running_loop()
         self._service = service
@@ -186,6 +189,16 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._transport.close()
         self._loop.call_later(_LAST_WORD_SECONDS, self._transport.abort)
+
+    def send_notice(self, message: CommandGiven) -> None:
+        """Send a notice that must not be lost; a client that leaves too much unread is closed."""
+        if self._ending or not self._made:
+            return
+        if self._transport.get_write_buffer_size() > self._limits.unread_bytes:
+            self.end()
+            return
+        for part in self._encoded(Notice(message)):
+            self._transport.write(part)
 
     def send_event(self, make: Callable[[int], bytes]) -> None:
         """Send an event, unless the client is behind with reading; it is told how many it missed.

@@ -28,6 +28,7 @@ from ..tiers.errors import AccessDeniedError, ServiceUnavailableError
 from ..tiers.record_file import RecordFile
 from .claims import Claims, HeldHandles
 from .group_book import GroupBook
+from .messages import Flags
 
 __all__ = ["UNNAMED", "Group", "Groups", "Peer", "Watched", "peer_of", "start_of"]
 
@@ -146,6 +147,7 @@ class Group:
 
     Attributes:
         id, uid: as given.
+        pidfds: descriptors of its processes, by number and start.
         members: its open connections, and which client of the group each is.
         ended: whether all its processes are gone; nothing is given to it any more.
     """
@@ -156,11 +158,19 @@ class Group:
         self._book = book
         self.members: dict[Member, bytes] = {}
         self.ended = False
+        self._called: dict[bytes, str] = {}
         self.pidfds: dict[tuple[int, int], int] = {}
         self._claims: dict[bytes, dict[bytes, Claims]] = {}
 
-    def join(self, member: Member, client: bytes) -> None:
-        """A connection is made. One that the same client had before is ended: it came back by this one."""
+    def join(self, member: Member, client: bytes, name: str = "") -> None:
+        """A connection is made. One that the same client had before is ended: it came back by this one.
+
+        Args:
+            name: what the client calls itself.
+        """
+        holds = {one for clients in self._claims.values() for one in clients}
+        known = holds.union(self.members.values())
+        self._called = {one: text for one, text in self._called.items() if one in known} | {client: name}
         if client != UNNAMED:
             for other in [one for one, name in self.members.items() if name == client]:
                 other.end()
@@ -243,6 +253,22 @@ class Group:
             good[rest] = other.take_reservations(slots[rest], generations[rest])
         return good
 
+    def called(self, client: bytes) -> str:
+        """What an operator knows a client by: its name, and the processes of its group."""
+        where = "over TCP" if self.uid is None else ", ".join(f"pid {pid}" for pid, _ in sorted(self.pidfds))
+        name = self._called.get(client, "")
+        return f"{name} ({where})" if name and where else name or where or "a client"
+
+    def held_by(self, client: bytes) -> tuple[int, int]:
+        """Leases and reservations of one client."""
+        claims = [clients[client] for clients in self._claims.values() if client in clients]
+        return sum(one.leased for one in claims), sum(one.reserved for one in claims)
+
+    def holders(self, space: HostSpace, slots: Ids, generations: Generations) -> dict[bytes, Flags]:
+        """Of each of its clients bool [n]: which of these slots it holds."""
+        claims = self._claims.get(space.id, {})
+        return {client: one.holds(slots, generations) for client, one in claims.items()}
+
     def _others(self, space: HostSpace, client: bytes) -> list[Claims]:
         return [claims for name, claims in self._claims[space.id].items() if name != client]
 
@@ -303,6 +329,18 @@ class Groups:
     def leased(self) -> int:
         """Leases of all groups."""
         return sum(group.leased for group in self._groups.values())
+
+    def holders(self, space: HostSpace, slots: Ids, generations: Generations) -> tuple[dict[str, int], int]:
+        """How many of these slots each client holds, by what it is called; and how many no client holds."""
+        counted: dict[str, int] = {}
+        unheld = np.ones(len(slots), dtype=np.bool_)
+        for group in self._groups.values():
+            for client, held in group.holders(space, slots, generations).items():
+                if held.any():
+                    name = group.called(client)
+                    counted[name] = counted.get(name, 0) + int(np.count_nonzero(held))
+                    unheld &= ~held
+        return counted, int(np.count_nonzero(unheld))
 
     def attach(self, group_id: bytes, peer: Peer) -> Group:
         """A process is of this group from now on. Takes the peer's descriptor.

@@ -2,13 +2,14 @@
 
 A message is a frozen dataclass with a tag; its fields travel in the order in which they are written. Hashes,
 slots and generations of many blocks are one byte string each, so no frame has an object per block. A tag
-means the same for ever; a field may be added at a message's end, and none is taken away or changed.
+means the same for ever; a field may be added at a message's end, with a default for those that do not send
+it, and none is taken away or changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Final, TypeAlias, TypeVar, get_type_hints
 
 import numpy as np
@@ -23,6 +24,10 @@ __all__ = [
     "MOST_HASHES",
     "Abort",
     "Blocks",
+    "Clients",
+    "Command",
+    "CommandDone",
+    "CommandGiven",
     "Commit",
     "Count",
     "Done",
@@ -31,10 +36,12 @@ __all__ = [
     "Flags",
     "Flush",
     "Get",
+    "GetClients",
     "GetNote",
     "GetStats",
     "Hashes",
     "Hello",
+    "Hint",
     "LeaseSlots",
     "Leased",
     "Load",
@@ -44,10 +51,14 @@ __all__ = [
     "Note",
     "OpenSpace",
     "Pin",
+    "Purge",
+    "PurgeTenant",
+    "Purged",
     "Put",
     "PutNote",
     "Reassert",
     "Release",
+    "Report",
     "Reserve",
     "Reserved",
     "SpaceOpened",
@@ -164,6 +175,8 @@ class Message:
 _M = TypeVar("_M", bound=type[Message])
 _messages: dict[int, type[Message]] = {}
 _codecs: dict[type[Message], tuple[_Codec, ...]] = {}
+_least: dict[type[Message], int] = {}
+"""Fields that a message must have: those that came later have defaults."""
 
 
 def _message(tag: int) -> Callable[[_M], _M]:
@@ -175,6 +188,8 @@ def _message(tag: int) -> Callable[[_M], _M]:
         kind.TAG = tag
         hints = get_type_hints(kind)
         _codecs[kind] = tuple(_codec_of(hints[field.name]) for field in fields(kind))  # type: ignore[arg-type]
+        given = [field for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]
+        _least[kind] = len(given)
         _messages[tag] = kind
         return kind
 
@@ -249,7 +264,7 @@ class OpenSpace(Message):
 
     Args:
         shard: which part of the model this is.
-        tenant: whose the blocks are; quotas go by it.
+        tenant: whose the blocks are: quotas go by it, and no other tenant finds them. May be empty.
     """
 
     num_layers: int
@@ -402,10 +417,15 @@ class Abort(Message):
 @_message(22)
 @dataclass(frozen=True)
 class Pin(Message):
-    """Keep resident blocks from eviction; answered by how many are."""
+    """Keep resident blocks from eviction; answered by how many are.
+
+    Args:
+        ttl: seconds until the pin ends by itself; 0: never.
+    """
 
     space: int
     hashes: Hashes
+    ttl: float = 0.0
 
 
 @_message(23)
@@ -553,6 +573,146 @@ class Reassert(Message):
     counts: Ids
 
 
+@_message(40)
+@dataclass(frozen=True)
+class Purge(Message):
+    """Have blocks of a space, and a note of it, be gone from host memory and the cold tier.
+
+    Args:
+        note: the note's name; empty: none.
+        deadline: seconds that the cold tier may take.
+    """
+
+    space: int
+    hashes: Hashes
+    note: bytes
+    deadline: float
+
+
+@_message(41)
+@dataclass(frozen=True)
+class PurgeTenant(Message):
+    """Have everything of a tenant be gone: in all spaces that the sidecar knows of it, blocks and notes.
+
+    Args:
+        deadline: seconds that the cold tier may take.
+    """
+
+    tenant: str
+    deadline: float
+
+
+@_message(42)
+@dataclass(frozen=True)
+class Purged(Message):
+    """The reply to `Purge` and `PurgeTenant`: what is gone, and what is not yet.
+
+    Args:
+        spaces: spaces that this was about.
+        host_blocks, host_bytes: gone from host memory.
+        cold_blocks, cold_bytes: gone from the cold tier.
+        notes: notes that are gone.
+        left: why something is left: ``leased`` and ``reserved`` map who holds blocks to how many; they go
+            when these let go of them, and are found by nobody meanwhile. ``cold`` says what kept the cold
+            tier from removing all of it; it is told again, and nothing of it is loaded.
+    """
+
+    spaces: int
+    host_blocks: int
+    host_bytes: int
+    cold_blocks: int
+    cold_bytes: int
+    notes: int
+    left: dict[str, Any]
+
+
+@_message(43)
+@dataclass(frozen=True)
+class Hint(Message):
+    """Advice: blocks will be wanted soon, or not again; answered by how many it is tried for."""
+
+    space: int
+    hashes: Hashes
+    wanted: bool
+
+
+@_message(44)
+@dataclass(frozen=True)
+class Report(Message):
+    """How an engine is; the fields are those of `EngineReport`. The last one is kept until it disconnects."""
+
+    sessions: dict[str, Any]
+    block_bytes: int
+    device_blocks: int
+    device_held: int
+    to_device: float
+    from_device: float
+
+
+@_message(45)
+@dataclass(frozen=True)
+class GetClients(Message):
+    """Ask who is connected, and what each reported last."""
+
+
+@_message(46)
+@dataclass(frozen=True)
+class Clients(Message):
+    """The reply to `GetClients`: a map for each client."""
+
+    values: dict[str, Any]
+
+
+@_message(47)
+@dataclass(frozen=True)
+class Command(Message):
+    """Have the engine that holds a session do something with it; answered by its `CommandDone`.
+
+    Args:
+        kind: a `CommandKind`.
+        session: its id, as the engine reports it.
+        hashes: of ``promote``: these of its blocks; none: all.
+        deadline: seconds that the engine may take.
+    """
+
+    kind: str
+    session: str
+    hashes: Hashes
+    deadline: float
+
+
+@_message(48)
+@dataclass(frozen=True)
+class CommandGiven(Message):
+    """A notice to an engine that reported the session; it answers with `CommandDone`.
+
+    Args:
+        command: what the answer calls it.
+        deadline: seconds after which nobody waits for the answer any more.
+    """
+
+    command: int
+    kind: str
+    session: str
+    hashes: Hashes
+    deadline: float
+
+
+@_message(49)
+@dataclass(frozen=True)
+class CommandDone(Message):
+    """What became of a command: from the engine to the sidecar, and as the reply to who asked.
+
+    Args:
+        count: blocks, or whatever else was to be counted.
+        problem: why it was not done; empty: it was.
+    """
+
+    command: int
+    count: int
+    problem: str
+
+
 def fields_of(message: Message) -> list[Any]:
     """What is put into msgpack for a message's fields."""
     codecs = _codecs[type(message)]
@@ -570,7 +730,7 @@ def message_of(tag: object, values: object) -> Message:
     if kind is None:
         raise ProtocolError(f"there is no message with tag {tag!r:.40}")
     codecs = _codecs[kind]
-    # A newer peer may have added fields at the end; it may not leave any out.
-    if type(values) is not tuple or len(values) < len(codecs):
+    # A newer peer may have added fields at the end; an older one leaves out those that came later alone.
+    if type(values) is not tuple or len(values) < _least[kind]:
         raise ProtocolError(f"{kind.__name__} has {len(codecs)} fields")
     return kind(*(codec.unpack(value) for codec, value in zip(codecs, values, strict=False)))

@@ -14,10 +14,12 @@ import re
 import socket
 import ssl
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ..tiers.errors import ConfigError
+from ..kvstore.tenants import check_tenant
+from ..tiers.errors import AccessDeniedError, ConfigError
 from ..tiers.settings import expect_integer, expect_path, expect_text, expect_type, shown
 
 __all__ = [
@@ -27,13 +29,14 @@ __all__ = [
     "check_token",
     "keep_alive",
     "parse_address",
-    "read_token",
+    "read_tokens",
     "server_tls",
 ]
 
 LEAST_TOKEN: Final = 16
 """Bytes of the shortest token: one that is guessed lets in whoever guesses."""
 MOST_TOKEN: Final = 1024
+_MOST_TOKEN_FILE: Final = 1 << 20
 _BACKLOG: Final = 128
 _ADDRESS: Final = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:]+)):(\d{1,5})", re.ASCII)
 _IDLE_SECONDS: Final = 10
@@ -49,7 +52,8 @@ class RemoteAccess:
 
     Args:
         host, port: what to listen on; port 0 for any that is free.
-        token: what each client must say, 16 to 1024 bytes.
+        token: what each client must say, 16 to 1024 bytes; or of each token the tenants that it is for, None
+            where it is for all, as `read_tokens` has them.
         tls: of `server_tls`; None for plain TCP, which shows tokens and blocks to the network.
         insecure: take plain TCP on an address that other machines reach.
         max_clients: at a time; as many more may be shaking hands.
@@ -60,7 +64,7 @@ class RemoteAccess:
 
     host: str
     port: int
-    token: str = field(repr=False)
+    token: str | Mapping[str, frozenset[str] | None] = field(repr=False)
     tls: ssl.SSLContext | None = None
     insecure: bool = False
     max_clients: int = 64
@@ -68,7 +72,8 @@ class RemoteAccess:
     def __post_init__(self) -> None:
         expect_text("--listen", self.host)
         expect_integer("--listen", self.port, 0, 65535)
-        check_token("token", self.token)
+        for token in self._tokens():
+            check_token("token", token)
         expect_integer("max_clients", self.max_clients, 1)
         if self.tls is not None:
             expect_type("tls", self.tls, ssl.SSLContext, "an ssl.SSLContext or None")
@@ -114,8 +119,29 @@ class RemoteAccess:
 
     def admits(self, token: str) -> bool:
         """Whether a client that says this may come in. Takes as long whatever it says."""
-        said, right = (hashlib.sha256(one.encode()).digest() for one in (token, self.token))
-        return hmac.compare_digest(said, right)
+        return self._right(token) is not None
+
+    def tenants_of(self, token: str) -> frozenset[str] | None:
+        """The tenants whose spaces a client may open that says this; None: all.
+
+        Raises:
+            AccessDeniedError: it may not come in.
+        """
+        right = self._right(token)
+        if right is None:
+            raise AccessDeniedError("the token is not the sidecar's")
+        return self._tokens()[right]
+
+    def _tokens(self) -> Mapping[str, frozenset[str] | None]:
+        return {self.token: None} if isinstance(self.token, str) else self.token
+
+    def _right(self, token: str) -> str | None:
+        """The token that this one is, if it is one. All are compared."""
+        said = hashlib.sha256(token.encode()).digest()
+        found = [
+            one for one in self._tokens() if hmac.compare_digest(said, hashlib.sha256(one.encode()).digest())
+        ]
+        return found[0] if found else None
 
 
 def _listening(family: int, address: Any) -> socket.socket:
@@ -162,11 +188,15 @@ def check_token(setting: str, token: object) -> str:
     return token
 
 
-def read_token(setting: str, path: str | os.PathLike[str]) -> str:
-    """The token in a file, without white space around it.
+def read_tokens(setting: str, path: str | os.PathLike[str]) -> dict[str, frozenset[str] | None]:
+    """The tokens in a file, and the tenants that each is for; None: for all.
+
+    A line is a token that is for all, or ``TENANT:TOKEN``; a token may stand in several of these. White space
+    around a line is no part of it. A token in such a file has no colon.
 
     Raises:
-        ConfigError: the file cannot be read, others than its owner can read it, or it holds no token.
+        ConfigError: the file cannot be read, others than its owner can read it, a line is no token, or there
+            is none.
     """
     path = expect_path(setting, path)
     try:
@@ -178,14 +208,26 @@ def read_token(setting: str, path: str | os.PathLike[str]) -> str:
                 raise ConfigError(
                     setting, f"{path} can be read or written by others than its owner: chmod 600 it"
                 )
-            data = file.read(2 * MOST_TOKEN)
+            data = file.read(_MOST_TOKEN_FILE)
     except OSError as error:
         raise ConfigError(setting, f"{path} cannot be read: {error.strerror}") from error
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(setting, f"{path} is no text") from error
-    return check_token(setting, text.strip())
+    tokens: dict[str, frozenset[str] | None] = {}
+    for line in text.split("\n"):
+        tenant, bound, token = line.strip().rpartition(":")
+        if not bound and not token:
+            continue
+        known = tokens.get(check_token(setting, token), frozenset())
+        if not bound or known is None:
+            tokens[token] = None  # what is for all is not narrowed by another line
+        else:
+            tokens[token] = known | {check_tenant(setting, tenant)}
+    if not tokens:
+        check_token(setting, "")
+    return tokens
 
 
 def server_tls(certificate: str | os.PathLike[str], key: str | os.PathLike[str]) -> ssl.SSLContext:

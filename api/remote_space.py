@@ -12,15 +12,17 @@ import numpy.typing as npt
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
 from ..kvstore.policy import Ids
+from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotSpace
 from ..tiers.errors import ClosedError, StaleHandleError
 from ..tiers.mover import HostMover
-from ..tiers.settings import expect_array, expect_byte_strings, expect_seconds
+from ..tiers.settings import expect_array, expect_byte_strings, expect_bytes, expect_seconds, expect_text
 from .client_calls import Ask
 from .client_core import ClientCore
 from .client_space import ClientSpace
 from .holdings import Handles
-from .space_asks import LoadedLease, SpaceAsks, handles_of
+from .messages import Purged
+from .space_asks import LoadedLease, SpaceAsks, handles_of, session_blocks
 
 __all__ = ["RemoteLoad", "RemoteSpace", "Shell"]
 
@@ -197,9 +199,13 @@ class RemoteSpace(SlotSpace):
         """Reserved slots will not be written. Does not wait, as `release`."""
         self._refused("abort", self._shell.abort(self._space, handles_of(slots, generations)))
 
-    def pin(self, hashes: Sequence[bytes]) -> int:
-        """Keep resident blocks in host memory until `unpin`; returns how many leading ones were there."""
-        return self._shell.ask(self._asks.pin(hashes))
+    def pin(self, hashes: Sequence[bytes], *, ttl: float | None = None) -> int:
+        """Keep resident blocks in host memory until `unpin`, or for `ttl` seconds. See `HostSpace.pin`."""
+        return self._shell.ask(self._asks.pin(hashes, ttl))
+
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+        """Advice: these blocks will be wanted soon, or not again. See `HostSpace.hint`."""
+        return self._shell.ask(self._asks.hint(hashes, wanted))
 
     def unpin(self, hashes: Sequence[bytes]) -> int:
         """End a pin; returns how many of the blocks were pinned."""
@@ -221,6 +227,31 @@ class RemoteSpace(SlotSpace):
     def start_load(self, hashes: Sequence[bytes]) -> RemoteLoad:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
         return RemoteLoad(self._shell.begin(self._asks.load(hashes, _LOAD_SECONDS)))
+
+    def purge(self, hashes: Sequence[bytes], *, note: bytes = b"", deadline: float = 30.0) -> Purged:
+        """Have blocks, and a note, be gone from host memory and the cold tier. See `Connection.purge_tenant`.
+
+        Raises:
+            ServiceUnavailableError: the sidecar does not answer.
+        """
+        return self._shell.ask(self._asks.purge(hashes, note, deadline))
+
+    def purge_session(self, name: str, *, root: bytes, deadline: float = 30.0) -> Purged:
+        """Have a session that was saved be gone, its record and its blocks, those that others share included.
+
+        Where there is no record of it nothing is known of its blocks: purge these by their hashes.
+
+        Args:
+            name: its id.
+            root: the root of its chain.
+
+        Raises:
+            RecordError: its record is of another version.
+            ServiceUnavailableError: the sidecar does not answer.
+        """
+        key = session_key(expect_bytes("root", root, HASH_BYTES), expect_text("name", name))
+        found = self.get_note(key, deadline)
+        return self.purge(session_blocks(found, self.layout), note=key, deadline=deadline)
 
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
         """Keep a small named record in the cold tier; False where there is none or it did not take it."""

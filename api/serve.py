@@ -27,14 +27,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..kvstore.host import HostStore
+from ..kvstore.tenants import check_quotas
 from ..tiers.arena_file import ArenaFile, default_arena_path
 from ..tiers.cold_url import open_cold_tier
 from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.memory import format_bytes, memory_headroom
-from ..tiers.settings import MOST_BYTES, expect_integer, expect_seconds
+from ..tiers.settings import MOST_BYTES, expect_integer, expect_seconds, shown
 from .listening import default_socket_path, refuse_if_taken
 from .processes import Interruptions
-from .remote_access import RemoteAccess, check_token, parse_address, read_token, server_tls
+from .remote_access import RemoteAccess, check_token, parse_address, read_tokens, server_tls
 from .sidecar import Sidecar
 
 __all__ = ["add_parser", "parse_bytes"]
@@ -99,6 +100,14 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--cold-bytes", metavar="SIZE", help="most bytes of a cold tier on disk")
     parser.add_argument(
+        "--quota",
+        metavar="TENANT=SIZE",
+        action="append",
+        default=[],
+        help="the most host memory that a tenant's blocks take, as acme=8G; *: of every other tenant; may be "
+        "given several times",
+    )
+    parser.add_argument(
         "--allow-uid",
         metavar="N",
         type=int,
@@ -114,7 +123,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--token-file",
         metavar="FILE",
-        help=f"what clients over TCP must say, in a file that only its owner can read (default: ${_TOKEN})",
+        help="what clients over TCP must say, in a file that only its owner can read; each line a token, or "
+        f"TENANT:TOKEN for one that opens spaces of this tenant alone (default: ${_TOKEN})",
     )
     parser.add_argument(
         "--tls-cert", metavar="FILE", help="speak TLS over TCP: the certificate and its chain"
@@ -155,6 +165,7 @@ def _run(options: argparse.Namespace) -> int:
     cold_bytes = None if options.cold_bytes is None else parse_bytes("--cold-bytes", options.cold_bytes)
     if cold_bytes is not None and options.cold is None:
         raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
+    quotas = _quotas_of(options.quota)
     remote = _remote_of(options)
     if options.arena == _NO_FILE and (options.fresh or options.keep_arena):
         raise ConfigError("--arena", f"{_NO_FILE} is no file that could be left, or be there")
@@ -185,7 +196,7 @@ def _run(options: argparse.Namespace) -> int:
             # What ends it before it is stopped is no reason to lose blocks.
             arena.keep = arena.keep or arena.nbytes > 0
         with interruptions.put_off():
-            host = HostStore(host_bytes or _usual_bytes(arena), cold=cold, arena=arena)
+            host = HostStore(host_bytes or _usual_bytes(arena), cold=cold, arena=arena, quotas=quotas)
             stack.callback(host.close)
         if host.stats.adopted:
             say(f"{host.stats.adopted} blocks were there, and are served")
@@ -212,6 +223,19 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+def _quotas_of(given: list[str]) -> dict[str, int]:
+    """Bytes by tenant, of ``TENANT=SIZE`` each."""
+    quotas: dict[str, int] = {}
+    for text in given:
+        tenant, said, size = text.rpartition("=")
+        if not said:
+            raise ConfigError("--quota", f"must be TENANT=SIZE, got {shown(text)}")
+        if tenant in quotas:
+            raise ConfigError("--quota", f"names tenant {tenant!r} twice")
+        quotas[tenant] = parse_bytes("--quota", size)
+    return check_quotas("--quota", quotas)
+
+
 def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
     """Who may come in over TCP, if anybody may."""
     if options.listen is None:
@@ -226,7 +250,7 @@ def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
         return None
     host, port = parse_address("--listen", options.listen)
     if options.token_file is not None:
-        token = read_token("--token-file", options.token_file)
+        token: str | dict[str, frozenset[str] | None] = read_tokens("--token-file", options.token_file)
     elif os.environ.get(_TOKEN):
         token = check_token(_TOKEN, os.environ[_TOKEN])
     else:

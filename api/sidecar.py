@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
-from typing import Final
+from typing import Any, Final
 
 from ..kvstore.events import BlockEvent
 from ..kvstore.hashing import HASH_BYTES
@@ -40,6 +40,7 @@ from .connection import Connection, Limits, Threads
 from .groups import Group, Groups, peer_of
 from .listening import ListeningSocket
 from .messages import Event, Hello, Welcome
+from .purges import Purges
 from .remote_access import RemoteAccess
 from .remote_door import RemoteDoor
 from .survivors import Survivors, restore_groups
@@ -54,6 +55,8 @@ _LENGTH: Final = struct.Struct("<I")
 _MOST_HELLO: Final = 4096
 """Bytes of the first frame."""
 _NAME_BYTES: Final = 16
+_MOST_NAME: Final = 64
+"""Characters of what a client calls itself, where it is told."""
 _HELLO_SECONDS: Final = 5.0
 _ACCEPT_PAUSE: Final = 1.0
 """Seconds without new connections when descriptors have run out."""
@@ -169,6 +172,7 @@ class Sidecar:
         try:
             self._listening = ListeningSocket(self._path, 0o666 if others else 0o600)
             self._groups = Groups(self._loop, self._give_back, self._host.records)
+            self._service.purges = Purges(self._host, self._groups)
             self._survivors = restore_groups(self._groups, self._host, self._loop)
             if self._remote is not None:
                 self._door = self._open_door(self._remote)
@@ -220,6 +224,7 @@ class Sidecar:
         finally:
             self._unsubscribe()
             self._listening.close()
+            self._service.engines.close()
             for connection in tuple(self._connections):
                 connection.finish()
             self._groups.close()
@@ -295,7 +300,7 @@ class Sidecar:
         except BaseException:
             connected.close()
             raise
-        connection = self._join(group, hello.client)
+        connection = self._join(group, hello)
         try:
             welcome = self._welcome(number, version, self._host.arena.capacity_bytes)
             if socket.send_fds(connected, [welcome], [self._host.arena.fd]) != len(welcome):
@@ -309,8 +314,9 @@ class Sidecar:
     def _open_door(self, remote: RemoteAccess) -> RemoteDoor:
         def admit(number: int, version: int, hello: Hello, transport: asyncio.Transport) -> None:
             self._check_room(sum(one.remote for one in self._connections), remote.max_clients)
+            tenants = remote.tenants_of(hello.token)
             group = self._groups.attach_remote(hello.group, hello.client)
-            connection = self._join(group, hello.client)
+            connection = self._join(group, hello, tenants)
             # No descriptor goes this way: 0 bytes of arena.
             transport.write(self._welcome(number, version, 0))
             transport.set_protocol(connection)
@@ -329,19 +335,25 @@ class Sidecar:
         if clients >= most:
             raise ServiceUnavailableError(f"the sidecar has {most} clients, and takes no more")
 
-    def _join(self, group: Group, client: bytes) -> Connection:
-        """A connection of a group, which is not made yet."""
-        remote = group.uid is None
+    def _join(self, group: Group, hello: Hello, tenants: frozenset[str] | None = None) -> Connection:
+        """A connection of a group, which is not made yet.
+
+        Args:
+            tenants: those whose spaces it may open, and whose events it hears; None: all.
+        """
+        remote, client = group.uid is None, hello.client
         connection = Connection(
             self._service,
-            lambda made: self._answers(made, group, client),
+            lambda made: self._answers(made, group, client, tenants),
             self._threads,
             self._limits,
             lambda made: self._forget(made, group),
             remote=remote,
+            tenants=tenants,
         )
         self._connections.add(connection)
-        group.join(connection, client)
+        group.join(connection, client, hello.name[:_MOST_NAME])
+        self._service.engines.come(connection, partial(group.called, client), partial(_about, group, client))
         return connection
 
     def _welcome(self, number: int, version: int, arena_bytes: int) -> bytes:
@@ -374,16 +386,19 @@ class Sidecar:
             raise AccessDeniedError(f"user {peer.uid} is not allowed in")
         return self._groups.attach(hello.group, peer)
 
-    def _answers(self, connection: Connection, group: Group, client: bytes) -> Answers:
+    def _answers(
+        self, connection: Connection, group: Group, client: bytes, tenants: frozenset[str] | None
+    ) -> Answers:
         def subscribe(on: bool) -> None:
             others = tuple(one for one in self._subscribers if one is not connection)
             self._subscribers = (*others, connection) if on else others
 
-        return Answers(self._service, group, client, subscribe, self._counts)
+        return Answers(self._service, group, client, subscribe, self._counts, tenants, connection)
 
     def _forget(self, connection: Connection, group: Group) -> None:
         """A connection is over."""
         self._connections.discard(connection)
+        self._service.engines.go(connection)
         self._subscribers = tuple(one for one in self._subscribers if one is not connection)
         self._groups.leave(group, connection)
 
@@ -439,7 +454,8 @@ class Sidecar:
                 # Made once for all who missed as many before it.
                 frame = cache(partial(_event_frame, part, self._service.max_frame))
                 for connection in self._subscribers:
-                    connection.send_event(frame)
+                    if connection.tenants is None or self._host.tenant_of(event.space) in connection.tenants:
+                        connection.send_event(frame)
         if dropped:
             for connection in self._subscribers:
                 connection.lose_events(dropped)
@@ -447,6 +463,17 @@ class Sidecar:
 
 def _nothing() -> None:
     """What ends a subscription that was not begun."""
+
+
+def _about(group: Group, client: bytes) -> dict[str, Any]:
+    """What operators are told of a client beside its name and report."""
+    leased, reserved = group.held_by(client)
+    return {
+        "remote": group.uid is None,
+        "group": group.id[-16:].hex(),
+        "leased": leased,
+        "reserved": reserved,
+    }
 
 
 def _event_frame(event: BlockEvent, max_frame: int, lost: int) -> bytes:

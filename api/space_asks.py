@@ -11,22 +11,27 @@ import numpy.typing as npt
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus, SlotOwner
 from ..kvstore.hashing import HASH_BYTES, Tokens, hash_blocks
 from ..kvstore.policy import Ids
+from ..kvstore.session import SessionRecord
 from ..tiers.errors import ConfigError, ProtocolError
+from ..tiers.layout import KVLayout
 from ..tiers.settings import (
     expect_array,
     expect_byte_strings,
     expect_bytes,
+    expect_flag,
     expect_integer,
     expect_seconds,
 )
 from .client_calls import Ask, expect
 from .client_core import ClientCore
+from .client_shell import nothing_purged
 from .client_space import ClientSpace
 from .holdings import Handles
 from .messages import (
     Count,
     Evict,
     GetNote,
+    Hint,
     Leased,
     LeaseSlots,
     Load,
@@ -35,13 +40,15 @@ from .messages import (
     Message,
     Note,
     Pin,
+    Purge,
+    Purged,
     PutNote,
     Reserve,
     Reserved,
     Unpin,
 )
 
-__all__ = ["LoadedLease", "SpaceAsks", "handles_of"]
+__all__ = ["LoadedLease", "SpaceAsks", "handles_of", "session_blocks"]
 
 _INT32: Final = np.dtype(np.int32)
 _INT64: Final = np.dtype(np.int64)
@@ -159,10 +166,17 @@ class SpaceAsks:
 
         return Ask(self._space, lambda number: Reserve(number, names, wait), convert, instead, wait, drop)
 
-    def pin(self, hashes: Sequence[bytes]) -> Ask[int]:
+    def pin(self, hashes: Sequence[bytes], ttl: float | None) -> Ask[int]:
         """Keep resident blocks from eviction."""
         names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
-        return self._counted(lambda number: Pin(number, names))
+        seconds = 0.0 if ttl is None else expect_seconds("ttl", ttl, above=True)
+        return self._counted(lambda number: Pin(number, names, seconds))
+
+    def hint(self, hashes: Sequence[bytes], wanted: bool) -> Ask[int]:
+        """Say what will be wanted, or not."""
+        names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
+        wanted = expect_flag("wanted", wanted)
+        return self._counted(lambda number: Hint(number, names, wanted))
 
     def unpin(self, hashes: Sequence[bytes]) -> Ask[int]:
         """Let pinned blocks be evicted again."""
@@ -173,6 +187,19 @@ class SpaceAsks:
         """Let go of blocks, coldest first."""
         count = expect_integer("count", count, 0)
         return self._counted(lambda number: Evict(number, count))
+
+    def purge(self, hashes: Sequence[bytes], note: bytes, deadline: float) -> Ask[Purged]:
+        """Have blocks and a note be gone."""
+        names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
+        note, seconds = expect_bytes("note", note), expect_seconds("deadline", deadline)
+        return Ask(
+            self._space,
+            lambda number: Purge(number, names, note, seconds),
+            lambda reply: expect(reply, Purged),
+            nothing_purged,
+            seconds,
+            required=True,
+        )
 
     def put_note(self, name: bytes, value: bytes, deadline: float) -> Ask[int]:
         """Keep a small record in the cold tier; 1 where it was kept."""
@@ -214,6 +241,15 @@ class SpaceAsks:
         self._space.held.make_room(handles.slots)
         if not self._space.held.fits(handles):
             raise ProtocolError("the sidecar names slots that the space does not have")
+
+
+def session_blocks(note: bytes | None, layout: KVLayout) -> list[bytes]:
+    """The blocks of a session that was saved: none where there is no note of it.
+
+    Raises:
+        RecordError: the note is of another version.
+    """
+    return [] if note is None else SessionRecord.unpack(note).blocks(layout.block_size)
 
 
 def handles_of(slots: Ids, generations: Generations) -> Handles:

@@ -15,7 +15,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from ..kvstore.calls import HostCalls
+from ..kvstore.calls import ControlCalls, HostCalls
 from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
 from ..kvstore.store import TieredStore
@@ -29,6 +29,7 @@ from ..tiers.settings import (
     expect_text,
     expect_type,
 )
+from .control import Control
 from .loader import LoadedModel
 from .requests import Prompt, PromptReader, as_params, as_prompts, names_of, params_of
 from .runner import Runner
@@ -188,6 +189,10 @@ class LLM:
             self._sessions = Sessions(
                 self.store, cold, load_seconds, has_cold=cold is not None or host is not None
             )
+            operators: object = host
+            self._control: Control | None = None
+            if isinstance(operators, ControlCalls):
+                self._control = Control(operators, self.store, self._scheduler, self._sessions)
             undo.pop_all()
         self._cold = cold
         self._next_id = 0
@@ -370,6 +375,8 @@ class LLM:
 
     def _step(self) -> list[Sequence]:
         self.store.poll()
+        if self._control is not None:
+            self._control.between_steps()
         step = self._scheduler.schedule()
         finished = self._scheduler.take_given_up()
         if step is not None:
@@ -493,6 +500,8 @@ class LLM:
             rest.callback(self.store.close)
             rest.callback(self._runner.close)
             rest.callback(self._sessions.close)
+            if self._control is not None:
+                rest.callback(self._control.close)
             if not self.store.closed:  # a close that was interrupted may have come that far
                 for sequence in self._scheduler.unfinished:
                     self._abort(sequence)

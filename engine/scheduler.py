@@ -114,6 +114,8 @@ class Scheduler:
         self._sequences: list[Sequence | None] = [None] * max_sequences
         self._waiting: deque[Sequence] = deque()
         self._asleep: deque[Sequence] = deque()
+        self._held: list[Sequence] = []
+        """Asleep until they are told to go on, whether there is room or not."""
         self._prefilling: list[Sequence] = []
         self._computing: dict[bytes, int] = {}
         """Prefix hashes of blocks that prefilling sequences are about to compute, and whose they are."""
@@ -127,7 +129,7 @@ class Scheduler:
 
     def __len__(self) -> int:
         """Sequences that are not finished."""
-        return len(self._waiting) + len(self._asleep) + self.num_running
+        return len(self._waiting) + len(self._asleep) + len(self._held) + self.num_running
 
     @property
     def num_running(self) -> int:
@@ -149,7 +151,8 @@ class Scheduler:
         """The sequences that are not finished, in the order of arrival."""
         decoding = [self.sequence_at(row) for row in self._decoding.tolist()]
         return sorted(
-            [*self._waiting, *self._asleep, *self._prefilling, *decoding], key=lambda sequence: sequence.id
+            [*self._waiting, *self._asleep, *self._held, *self._prefilling, *decoding],
+            key=lambda sequence: sequence.id,
         )
 
     # Coming and going
@@ -186,6 +189,8 @@ class Scheduler:
             return
         if sequence.row is not None:
             self._leave(sequence, keep=sequence.session is not None)
+        elif sequence in self._held:
+            self._held.remove(sequence)
         elif sequence.state is SequenceState.ASLEEP:
             self._asleep.remove(sequence)
         else:
@@ -197,6 +202,36 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = time.monotonic()
+
+    def hold(self, sequence: Sequence) -> None:
+        """Put a sequence to sleep until `let_go_on`, however much room there is. Between steps.
+
+        Raises:
+            RequestError: it has not begun, or has ended.
+        """
+        if sequence in self._held:
+            return
+        if sequence.row is not None:
+            self._leave(sequence, keep=True)
+            sequence.state = SequenceState.ASLEEP
+        elif sequence.state is SequenceState.ASLEEP:
+            self._asleep.remove(sequence)
+            sequence.end_load()
+        else:
+            raise RequestError(
+                f"sequence {sequence.id} is {sequence.state.value}; it has nothing to sleep with"
+            )
+        self._held.append(sequence)
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether it sleeps until `let_go_on`."""
+        return sequence in self._held
+
+    def let_go_on(self, sequence: Sequence) -> None:
+        """A sequence that is held wakes when there is room, after those that wait for that already."""
+        self._held.remove(sequence)
+        self._asleep.append(sequence)
+        self._room_came = True
 
     def tokens_of(self, sequence: Sequence) -> npt.NDArray[np.int32]:
         """All tokens known of a sequence, int32; a view that the next step may outdate."""
@@ -282,6 +317,8 @@ class Scheduler:
             if sequence.load is not None and sequence.loading():
                 sequence.load.wait(seconds)
                 return
+        if self._held:
+            time.sleep(seconds)  # who lets them go on says so between two steps
 
     # Inside
 

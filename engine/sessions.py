@@ -123,6 +123,16 @@ class Sessions:
         record = self._find(name, self._store.root)
         return record.tokens if record is not None else None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The conversations of this engine, between two requests."""
+        return tuple(self._known)
+
+    def sleeping(self, name: str) -> SleepingSequence | None:
+        """The KV of a conversation of this engine between two requests; None where it is not known."""
+        session = self._known.get(name)
+        return None if session is None else session.sleeping
+
     def end(self, name: str) -> bool:
         """Forget a conversation; False if it was not known."""
         return self._known.pop(name, None) is not None

@@ -6,18 +6,19 @@ Where a sidecar does not answer, a call finds or keeps nothing, and does not rai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.layout import KVLayout
+from .control import CommandKind, EngineReport
 from .events import Listener
 from .handles import Generations, Lease, Reservation, SlotOwner
 from .hashing import Tokens
 from .policy import Ids
 
-__all__ = ["HostCalls", "LoadCalls", "SpaceCalls"]
+__all__ = ["ControlCalls", "EngineCommand", "HostCalls", "LoadCalls", "SpaceCalls"]
 
 
 class LoadCalls(Protocol):
@@ -112,8 +113,12 @@ class SpaceCalls(SlotOwner, Protocol):
         """Copy the leading resident blocks out, uint8 [n, block_bytes]; returns how many."""
         ...
 
-    def pin(self, hashes: Sequence[bytes]) -> int:
-        """Keep the leading resident blocks until `unpin`; returns how many."""
+    def pin(self, hashes: Sequence[bytes], *, ttl: float | None = None) -> int:
+        """Keep the leading resident blocks until `unpin`, or for `ttl` seconds; returns how many."""
+        ...
+
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+        """Advice: blocks will be wanted soon, or not again; for how many it is tried."""
         ...
 
     def unpin(self, hashes: Sequence[bytes]) -> int:
@@ -142,6 +147,46 @@ class SpaceCalls(SlotOwner, Protocol):
 
     def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
         """A named record from the cold tier, or None."""
+        ...
+
+
+class EngineCommand(Protocol):
+    """A command of an operator, to be answered once, from any thread."""
+
+    @property
+    def kind(self) -> CommandKind:
+        """What is to be done."""
+        ...
+
+    @property
+    def session(self) -> str:
+        """The id of the session that it is to be done with."""
+        ...
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """The blocks of the session that it is about; none: all."""
+        ...
+
+    def done(self, count: int = 0) -> None:
+        """It was done, to so many blocks."""
+        ...
+
+    def refuse(self, why: str) -> None:
+        """It will not be done."""
+        ...
+
+
+@runtime_checkable
+class ControlCalls(Protocol):
+    """Host memory through which operators reach this engine: a sidecar's."""
+
+    def report(self, report: EngineReport) -> None:
+        """Say how this engine is. Does not wait; the last report is the one that is kept."""
+        ...
+
+    def on_command(self, listener: Callable[[EngineCommand], object]) -> Callable[[], None]:
+        """Call `listener` with every command, in a thread that must not be held up; returns how to end it."""
         ...
 
 

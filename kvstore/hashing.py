@@ -102,19 +102,29 @@ class ChainIdentity:
         return _digest(b"kvpager-chain-1", *parts)
 
 
-def space_id(layout: KVLayout, shard: str = "") -> bytes:
-    """16 bytes that name a space: how block bytes lie, and which part of the model they are of.
+def space_id(layout: KVLayout, shard: str = "", tenant: str = "") -> bytes:
+    """16 bytes that name a space: how block bytes lie, which part of the model they are of, whose they are.
 
     Args:
         layout: its fingerprint goes in, format and dtype included.
         shard: the layers and heads of this rank, in any fixed spelling (``"pp0/2 tp1/4"``).
+        tenant: whose the blocks are; empty where nobody says.
 
     Raises:
-        ConfigError: `layout` is none, or `shard` no string.
+        ConfigError: `layout` is none, or `shard` or `tenant` no string.
     """
     expect_type("layout", layout, KVLayout, "a KVLayout")
     expect_text("shard", shard, empty=True)
-    return _digest(b"kvpager-space-1", layout.fingerprint, shard.encode())
+    expect_text("tenant", tenant, empty=True)
+    parts = [layout.fingerprint, shard.encode()]
+    if tenant:
+        parts.append(tenant.encode())
+    return _digest(b"kvpager-space-1", *parts)
+
+
+def notes_id(space: bytes) -> bytes:
+    """16 bytes that name where the notes of a space with a tenant are kept."""
+    return _digest(b"kvpager-notes-1", space)
 
 
 def as_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:

@@ -15,11 +15,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from ..tiers.arena_file import ArenaFile
 from ..tiers.cold import ColdTier, expect_cold_tier
@@ -45,6 +45,7 @@ from .saved_spaces import SavedSpace, new_records, read_spaces
 from .shared import HostShared
 from .slots import SlotRecords
 from .space import HostSpace
+from .tenants import check_quotas, check_tenant
 
 __all__ = ["HostStore"]
 
@@ -71,6 +72,7 @@ class HostStore:
         arena: the file that holds the arena, so that committed blocks outlive this process: what is there is
             taken over at once. Closed with the store. What other processes hold of it is settled by
             `HostSpace.restore`. None: memory that goes with this process.
+        quotas: bytes that the blocks of each tenant may take; ``*``: of each that is not named. None: all.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range, or `arena` is of another size.
@@ -89,12 +91,14 @@ class HostStore:
         clean_ahead: float = 0.25,
         cold_deadline: float = 5.0,
         arena: ArenaFile | None = None,
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
         if cold is not None:
             expect_cold_tier(cold)
         clean_ahead = expect_number("clean_ahead", clean_ahead, 0.0, 1.0)
         cold_deadline = expect_seconds("cold_deadline", cold_deadline, above=True)
         make_policy(policy, 0)
+        limits = check_quotas("quotas", quotas)
         if device is not None:
             device = None if expect_text("device", device) == "cpu" else device
         self._file = None if arena is None else expect_type("arena", arena, ArenaFile, "an ArenaFile")
@@ -113,8 +117,9 @@ class HostStore:
         self.device = device
         self._extents_chosen = extent_bytes is not None
         self._shared = HostShared(
-            self.arena, cold, device, clean_ahead=clean_ahead, cold_deadline=cold_deadline
+            self.arena, cold, device, clean_ahead=clean_ahead, cold_deadline=cold_deadline, quotas=limits
         )
+        self._shared.records = self.records
         self.stats = self._shared.stats
         self.events = self._shared.events
         self._policy = policy
@@ -136,21 +141,25 @@ class HostStore:
         """Whether the memory is in this process: it is."""
         return True
 
-    def space(self, layout: KVLayout, *, shard: str = "") -> HostSpace:
-        """Open the space of `layout` and `shard`; the same object for equal ones.
+    def space(self, layout: KVLayout, *, shard: str = "", tenant: str = "") -> HostSpace:
+        """Open the space of `layout`, `shard` and `tenant`; the same object for equal ones.
+
+        Args:
+            tenant: whose the blocks are: quotas go by it, and no other tenant finds them.
 
         Raises:
             ConfigError: a block does not fit an extent, or an argument is of a wrong type.
             ClosedError: the store is closed.
         """
-        name = space_id(layout, shard)
+        name = space_id(layout, shard, check_tenant("tenant", tenant))
         with self._shared.lock():
             self._shared.check_open()
             space = self._spaces.get(name)
             if space is None:
                 if layout.block_bytes > self.arena.extent_bytes:
                     raise self._does_not_fit(layout)
-                space = HostSpace(self._shared, layout, shard, name, self._new_records(layout, shard))
+                records = self._new_records(layout, shard, tenant)
+                space = HostSpace(self._shared, layout, shard, tenant, records)
                 self._spaces[name] = space
             return space
 
@@ -159,6 +168,17 @@ class HostStore:
         """The spaces that are open, those that were taken over included."""
         with self._shared.lock():
             return tuple(self._spaces.values())
+
+    def tenant_of(self, space: bytes) -> str | None:
+        """Whose the space of this id is; None where there is none."""
+        with self._shared.lock():
+            found = self._spaces.get(space)
+            return None if found is None else found.tenant
+
+    def tenants(self) -> dict[str, dict[str, Any]]:
+        """Of each tenant with a space: its counters, ``blocks`` and ``bytes``, and ``quota`` (0: none)."""
+        with self._shared.lock():
+            return {name: tenant.snapshot() for name, tenant in self._shared.tenants.items()}
 
     @property
     def records(self) -> RecordFile | None:
@@ -289,17 +309,19 @@ class HostStore:
     ) -> None:
         self.close()
 
-    def _new_records(self, layout: KVLayout, shard: str) -> SlotRecords:
+    def _new_records(self, layout: KVLayout, shard: str, tenant: str) -> SlotRecords:
         policy, extents = make_policy(self._policy, 0), self.arena.num_extents
         if self._file is None:
             return SlotRecords(self.arena.extent_bytes // layout.block_bytes, extents, policy)
-        return new_records(self._file.records, layout, shard, extents, policy)
+        return new_records(self._file.records, layout, shard, tenant, extents, policy)
 
     def _take_over(self, saved: SavedSpace) -> None:
         """A space that another process had is this one's."""
-        name = space_id(saved.layout, saved.shard)
         shared = self._shared
-        self._spaces[name] = HostSpace(shared, saved.layout, saved.shard, name, saved.records)
+        space = HostSpace(shared, saved.layout, saved.shard, saved.tenant, saved.records)
+        self._spaces[space.id] = space
+        if saved.barred is not None:
+            space.bar(saved.barred)
         shared.clock = max(shared.clock, saved.records.last_use)
         shared.stats.adopted += saved.adopted.committed
         shared.stats.damaged += saved.adopted.damaged
@@ -339,6 +361,8 @@ class HostStore:
                     return
             began = time.monotonic()
             try:
+                for space in self._opened():
+                    space.retry_purges()
                 written = sum(space.write_to_cold() for space in self._opened()) if shared.cold_is_due else 0
             except ClosedError:
                 if not shared.closed:

@@ -38,6 +38,10 @@ class EvictionPolicy(Protocol):
         """These are in use again, or gone. Ids that are not in are passed over."""
         ...
 
+    def demote(self, ids: Ids) -> int:
+        """Those of these that are in are evicted next, the first one first; returns how many."""
+        ...
+
     def coldest(self, count: int) -> Ids:
         """Up to `count` blocks that would be evicted next, the first one first. Changes nothing."""
         ...
@@ -95,6 +99,17 @@ class LRUPolicy:
         self._count -= int(np.count_nonzero(self._place[ids]))
         self._place[ids] = 0
 
+    def demote(self, ids: Ids) -> int:
+        ids = ids[self._place[ids] > 0]
+        count = len(ids)
+        if self._head < count:
+            self._compact(0, before=count)
+        # Their entries further on are superseded by these.
+        self._log[self._head - count : self._head] = ids
+        self._place[ids] = np.arange(self._head - count + 1, self._head + 1)
+        self._head -= count
+        return count
+
     def coldest(self, count: int) -> Ids:
         ids, stop = self._scan(count)
         self._head = stop - len(ids)
@@ -126,15 +141,15 @@ class LRUPolicy:
             span *= 2
         return (np.concatenate(found) if found else np.empty(0, np.int32)), at
 
-    def _compact(self, room: int) -> None:
+    def _compact(self, room: int, before: int = 0) -> None:
         entries = self._log[self._head : self._tail]
         live = entries[self._place[entries] == np.arange(self._head + 1, self._tail + 1)]
         # Twice what is live: the next compaction is as many insertions away as it moves entries.
-        if len(self._log) < 2 * (len(live) + room):
-            self._log = np.empty(4 * (len(live) + room), dtype=np.int32)
-        self._log[: len(live)] = live
-        self._place[live] = np.arange(1, len(live) + 1)
-        self._head, self._tail = 0, len(live)
+        if len(self._log) < 2 * (len(live) + room + before):
+            self._log = np.empty(4 * (len(live) + room + before), dtype=np.int32)
+        self._head, self._tail = before, before + len(live)
+        self._log[self._head : self._tail] = live
+        self._place[live] = np.arange(self._head + 1, self._tail + 1)
 
     def check_integrity(self) -> None:
         entries = self._log[self._head : self._tail]

@@ -10,6 +10,7 @@ from .events import EventKind
 from .policy import Ids
 from .shared import HostShared
 from .slots import Evicted, SlotRecords
+from .tenants import Tenant
 
 __all__ = ["SpaceRoom"]
 
@@ -23,12 +24,23 @@ class SpaceRoom:
         shared: what the space shares with others, which may want extents of it.
         records: the space's slots.
         space: the space's id.
+        tenant: whose it is.
+        block_bytes: bytes of a block.
+
+    Attributes:
+        tenant, block_bytes: as given.
+        over_quota: whether the tenant's quota was what lacked when slots were asked for last.
     """
 
-    def __init__(self, shared: HostShared, records: SlotRecords, space: bytes) -> None:
+    def __init__(
+        self, shared: HostShared, records: SlotRecords, space: bytes, tenant: Tenant, block_bytes: int
+    ) -> None:
         self._shared = shared
         self._records = records
         self._space = space
+        self.tenant = tenant
+        self.block_bytes = block_bytes
+        self.over_quota = False
         self._short = 0
         """Slots that were asked for last and not to be had."""
         self._look_again = 0
@@ -38,10 +50,28 @@ class SpaceRoom:
         """The extents that the space has."""
         return self._records.extents
 
+    @property
+    def blocks(self) -> int:
+        """Slots that hold a block, or will."""
+        return len(self._records.extents) * self._records.slots_per_extent - self._records.free
+
+    @property
+    def evictable(self) -> int:
+        """Blocks that nobody leases."""
+        return self._records.evictable
+
+    def coldest_use(self) -> int | None:
+        """When the block that would go next was last used; None where none may go."""
+        return self._records.coldest_use()
+
     def take(self, count: int) -> Ids:
-        """Up to `count` slots: free ones, a new extent's, or those of blocks evicted for it."""
+        """Up to `count` slots: free ones, a new extent's, or those of blocks evicted for it.
+
+        Not more than the tenant's quota has room for, once the tenant's own blocks made some.
+        """
         shared, records = self._shared, self._records
-        while (missing := count - records.free) > 0:
+        allowed = self.tenant.make_room(count, self.block_bytes, spare_dirty=shared.cold_takes)
+        while (missing := allowed - records.free) > 0:
             extent = shared.take_extent()
             if extent is not None:
                 records.add_extent(extent)
@@ -51,8 +81,9 @@ class SpaceRoom:
                 or shared.reclaim_extent(self)
             ):
                 break
-        slots = records.take(count)
+        slots = records.take(allowed)
         self._short = count - len(slots)
+        self.over_quota = len(slots) == allowed < count
         return slots
 
     def evict(self, count: int, *, spare_dirty: bool) -> int:
@@ -65,6 +96,8 @@ class SpaceRoom:
 
     def may_come(self) -> bool:
         """Whether waiting for more slots may help: the arena is growing, or blocks are being copied below."""
+        if self.over_quota:
+            return self._shared.cold_takes and self.tenant.evictable
         if self._shared.cold_takes and self._records.evictable:
             return True
         return self._grows(self._shared.arena.num_extents)
@@ -82,6 +115,8 @@ class SpaceRoom:
         records = self._records
         if records.free or records.evictable or records.pending or records.lent > held:
             return True
+        if self.tenant.left(self.block_bytes) == 0:
+            return self.tenant.evictable
         return self._shared.may_reclaim(self) or self._grows(None)
 
     def _grows(self, extents: int | None) -> bool:
@@ -101,6 +136,9 @@ class SpaceRoom:
         unassigned = shared.unassigned
         slots = (len(records.extents) + unassigned) * records.slots_per_extent
         free = records.free + unassigned * records.slots_per_extent
+        if (left := self.tenant.left(self.block_bytes)) is not None:
+            free = min(free, left)
+            slots = min(slots, left + self.blocks)
         return records.to_clean(max(int(slots * shared.clean_ahead) - free, self._short))
 
     def yield_extent(self, before: int | None) -> bool:
@@ -137,5 +175,6 @@ class SpaceRoom:
         count = len(evicted.names)
         self._shared.stats.evicted += count
         self._shared.stats.dropped += evicted.lost
+        self.tenant.stats.evicted += count
         self._shared.post(EventKind.REMOVED, "host", self._space, evicted.names)
         return count

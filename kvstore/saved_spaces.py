@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgpack
@@ -12,8 +12,9 @@ import numpy as np
 from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.layout import KVLayout
 from ..tiers.record_file import RecordFile, Section, SectionKind
-from .hashing import space_id
+from .hashing import HASH_BYTES, space_id
 from .policy import EvictionPolicy
+from .purging import read_barred
 from .slot_arrays import SlotArrays, slot_specs
 from .slots import Adopted, SlotRecords
 
@@ -37,19 +38,22 @@ class SavedSpace:
     """A space that another process had.
 
     Args:
-        layout, shard: what it is of.
+        layout, shard, tenant: what it is of.
         records: its slots.
         adopted: what was found of them.
+        barred: the section about what the cold tier was to remove and did not yet; None: nothing.
     """
 
     layout: KVLayout
     shard: str
+    tenant: str
     records: SlotRecords
     adopted: Adopted
+    barred: Section | None = None
 
 
 def new_records(
-    file: RecordFile, layout: KVLayout, shard: str, num_extents: int, policy: EvictionPolicy
+    file: RecordFile, layout: KVLayout, shard: str, tenant: str, num_extents: int, policy: EvictionPolicy
 ) -> SlotRecords:
     """Records of a space that is new, in an arena's records.
 
@@ -58,9 +62,9 @@ def new_records(
     """
     per_extent = file.identity.extent_bytes // layout.block_bytes
     capacity = per_extent * num_extents
-    about: bytes = msgpack.packb([*(getattr(layout, name) for name in _FIELDS), shard])
+    about: bytes = msgpack.packb([*(getattr(layout, name) for name in _FIELDS), shard, tenant])
     section = file.add(SectionKind.SPACE, about, slot_specs(capacity, num_extents))
-    arrays = SlotArrays.recorded(section, capacity, num_extents, space_id(layout, shard))
+    arrays = SlotArrays.recorded(section, capacity, num_extents, space_id(layout, shard, tenant))
     arrays.begin()
     return SlotRecords(per_extent, num_extents, policy, arrays)
 
@@ -81,8 +85,17 @@ def read_spaces(
         _read(file, section, num_extents, make_policy(), same_cold)
         for section in file.sections(SectionKind.SPACE)
     ]
-    if len({space_id(one.layout, one.shard) for one in found}) < len(found):
+    if len({space_id(one.layout, one.shard, one.tenant) for one in found}) < len(found):
         raise IntegrityError("a space is described twice")
+    barred: dict[bytes, Section] = {}
+    for section in file.sections(SectionKind.BARRED):
+        read_barred(section)
+        barred[section.about[:HASH_BYTES]] = section
+    found = [
+        replace(one, barred=barred.pop(space_id(one.layout, one.shard, one.tenant), None)) for one in found
+    ]
+    for section in barred.values():
+        file.remove(section)
     extents = [extent for one in found for extent in one.records.extents]
     if len(set(extents)) < len(extents):
         raise IntegrityError("an extent belongs to two spaces")
@@ -93,10 +106,10 @@ def _read(
     file: RecordFile, section: Section, num_extents: int, policy: EvictionPolicy, same_cold: bool
 ) -> SavedSpace:
     try:
-        *values, shard = msgpack.unpackb(section.about)
+        *values, shard, tenant = msgpack.unpackb(section.about)
         fields = dict(zip(_FIELDS, values, strict=True))
         layout = KVLayout(**fields)
-        name = space_id(layout, shard)
+        name = space_id(layout, shard, tenant)
     except (ValueError, TypeError, ConfigError) as error:
         raise IntegrityError(f"the description of a space is damaged: {error}") from error
     per_extent = file.identity.extent_bytes // layout.block_bytes
@@ -105,4 +118,4 @@ def _read(
         raise IntegrityError("a space's blocks do not fit the arena's extents")
     arrays = SlotArrays.recorded(section, capacity, num_extents, name)
     records = SlotRecords(per_extent, num_extents, policy, arrays)
-    return SavedSpace(layout, shard, records, records.adopt(same_cold=same_cold))
+    return SavedSpace(layout, shard, tenant, records, records.adopt(same_cold=same_cold))

@@ -14,9 +14,19 @@ from .hashing import HASH_BYTES, ExtraKeys, as_tokens, check_extra_keys, hash_bl
 from .policy import Ids
 from .prompt import PartialBlock
 
-__all__ = ["Places", "SessionRecord", "SleepingSequence"]
+__all__ = ["Places", "SessionRecord", "SleepingSequence", "session_key"]
 
 _VERSION = 1
+
+
+def session_key(root: bytes, name: str) -> bytes:
+    """The name of the note that keeps a session.
+
+    Args:
+        root: the root of its chain.
+        name: the caller's id of it.
+    """
+    return b"session:" + root + name.encode()
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +132,11 @@ class SessionRecord:
         if not whole:
             raise RecordError(f"not a session record of version {_VERSION}")
         return cls(root, length, np.frombuffer(tokens, dtype="<i4"), extra_keys)
+
+    def blocks(self, block_size: int) -> list[bytes]:
+        """The hashes of all of its blocks, the partly filled one included."""
+        sleeping = self.sleeping(block_size)
+        return [*sleeping.hashes, *([] if sleeping.partial is None else [sleeping.partial])]
 
     def sleeping(self, block_size: int) -> SleepingSequence:
         """The sequence to wake, with no hint of where its blocks lie."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,8 +18,11 @@ from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.errors import ClosedError, IntegrityError
 from ..tiers.mover import HostMover
 from ..tiers.pinned import PinnedArena
+from ..tiers.record_file import RecordFile
 from .events import EventKind, EventStream
 from .stats import HostStats
+from .tenants import ANY_OTHER, Tenant
+from .timed_pins import PinClock
 
 __all__ = ["ExtentHolder", "HostShared"]
 
@@ -33,6 +36,11 @@ class ExtentHolder(Protocol):
     @property
     def extents(self) -> AbstractSet[int]:
         """The extents that it has."""
+        ...
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose space it is."""
         ...
 
     def yield_extent(self, before: int | None) -> bool:
@@ -51,12 +59,16 @@ class HostShared:
         device: ``cuda:N`` if that GPU is to read the arena in place.
         clean_ahead: share of host memory that is kept copied to the cold tier ahead of eviction.
         cold_deadline: seconds that one background read or write of the cold tier may take.
+        quotas: bytes that each tenant may have, of `check_quotas`.
 
     Attributes:
         changed: notified whenever waiting for room, for a writer or for the cleaner may be over.
         stats, events: of all the spaces.
         mover: copies blocks in and out.
         loaders: threads that read the cold tier.
+        hinted: a thread that reads it ahead, so that nobody's load waits for what is only hinted at.
+        hints_under_way: loads that wait for it, or run.
+        pin_clock: ends pins that end by themselves.
         clock: uses so far; what was used later has a higher tick, in whichever space.
     """
 
@@ -68,7 +80,13 @@ class HostShared:
         *,
         clean_ahead: float,
         cold_deadline: float,
+        quotas: Mapping[str, int],
     ) -> None:
+        self._quotas = quotas
+        self.tenants: dict[str, Tenant] = {}
+        """Those that have a space, or had one."""
+        self.records: RecordFile | None = None
+        """Where what outlives this process is written down, if it is."""
         self.arena = arena
         self.cold = cold
         self.device = device
@@ -78,6 +96,9 @@ class HostShared:
         self.events = EventStream()
         self.mover = HostMover()
         self.loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kvpager-load")
+        self.hinted = ThreadPoolExecutor(1, thread_name_prefix="kvpager-hint")
+        self.hints_under_way = 0
+        self.pin_clock = PinClock()
         self.changed = threading.Condition(threading.Lock())
         self.closed = False
         self.clock = 0
@@ -140,11 +161,23 @@ class HostShared:
         Args:
             keep_cold: but the cold tier.
         """
+        self.pin_clock.close()
+        self.hinted.shutdown(wait=True, cancel_futures=True)
         self.loaders.shutdown(wait=True)
         self.mover.close()
         if self.cold is not None and not keep_cold:
             self.cold.close()
         self.arena.close()
+
+    # Tenants
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant of a name."""
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            quota = self._quotas.get(name, self._quotas.get(ANY_OTHER))
+            tenant = self.tenants[name] = Tenant(name, quota)
+        return tenant
 
     # Extents, which spaces take from the arena and from each other
 
@@ -171,7 +204,7 @@ class HostShared:
         self._taken -= 1
 
     def reclaim_extent(self, asking: ExtentHolder, before: int | None = None) -> bool:
-        """Free the longest unused extent of the largest space, if `asking` has less than a share.
+        """Free the longest unused extent of the largest space that may be asked, see `_donors`.
 
         Args:
             before: only an extent that was last used before this tick.
@@ -185,11 +218,33 @@ class HostShared:
         return bool(self._donors(asking))
 
     def _donors(self, asking: ExtentHolder) -> list[ExtentHolder]:
-        """The spaces that have extents, if `asking` has less than a share."""
-        share = self.arena.num_extents // len(self._holders)
-        if len(asking.extents) >= max(1, share):
+        """The spaces that have extents which `asking` may have; none if it has its share itself.
+
+        A space's share is its part of its tenant's share. A tenant's is its part of the arena, by quotas;
+        what it has beyond that others may have that lack some of theirs.
+        """
+        mine = asking.tenant
+        shares = self._shares()
+        if len(asking.extents) >= max(1, int(shares[mine]) // mine.spaces):
             return []
-        return [space for space in self._holders if space is not asking and space.extents]
+        held = dict.fromkeys(shares, 0)
+        for space in self._holders:
+            held[space.tenant] += len(space.extents)
+        lacks = held[mine] < max(1.0, shares[mine])
+        return [
+            space
+            for space in self._holders
+            if space is not asking
+            and space.extents
+            and (space.tenant is mine or (lacks and held[space.tenant] > shares[space.tenant]))
+        ]
+
+    def _shares(self) -> dict[Tenant, float]:
+        """Extents that each tenant with a space should have: by quotas, without one as if by all there is."""
+        whole = self.arena.num_extents * self.arena.extent_bytes
+        tenants = {space.tenant for space in self._holders}
+        quotas = {one: whole if one.quota is None else min(one.quota, whole) for one in tenants}
+        return {one: self.arena.num_extents * quotas[one] / sum(quotas.values()) for one in tenants}
 
     def check_extents(self) -> None:
         """Prove that every extent has one owner.

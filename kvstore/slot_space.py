@@ -155,11 +155,12 @@ class SlotSpace(SlotPlaces):
 
         Raises:
             LayoutError: `blocks` has another shape.
+            QuotaError: the tenant's quota has room for none of the new ones.
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         wait = expect_seconds("wait", wait)
         self.check_blocks(blocks, len(hashes))
-        with self.reserve_named(hashes, wait=wait) as reservation:
+        with self.reserve(hashes, wait=wait) as reservation:
             kept = self.write_blocks(reservation, blocks)
             reservation.commit()
             return kept
@@ -186,5 +187,5 @@ class SlotSpace(SlotPlaces):
         """Lease the leading blocks that are resident."""
 
     @abstractmethod
-    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
-        """Slots to write blocks into; the arguments are trusted."""
+    def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+        """Slots to write blocks into."""

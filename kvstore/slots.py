@@ -6,6 +6,8 @@ and says what time it is, in ticks that count uses.
 A slot is *free*, *reserved* (its bytes are being written; nobody can find it) or *committed* (named by a
 hash and immutable). A committed slot that is neither leased nor pinned is ranked by the policy and may be
 evicted; its generation tells a remembered (slot, generation) pair from a later grant of the same slot.
+What is purged while somebody holds it goes when he lets go: a slot is then *purged* (it was committed) or
+*void* (it was reserved), and no name leads there.
 
 Where the records lie in a mapping that outlives the process (`SlotArrays.recorded`), they are written in an
 order in which a process may be killed between any two writes, and the next one (`adopt`) knows what was
@@ -33,12 +35,16 @@ from .hashing import HASH_BYTES, leading
 from .policy import EvictionPolicy, Ids
 from .slot_arrays import SlotArrays
 
-__all__ = ["Adopted", "Evicted", "OldExtent", "SlotRecords"]
+__all__ = ["Adopted", "Evicted", "OldExtent", "Purged", "SlotRecords"]
 
 _FREE: Final = 0
 _RESERVED: Final = 1
 _COMMITTED: Final = 2
 _DAMAGED: Final = 3
+_PURGED: Final = 4
+"""Was committed; nobody finds it, and it is free when those who lease it, or copy it below, let go of it."""
+_VOID: Final = 5
+"""Is reserved, and will be free when it is committed: its name was purged."""
 
 _NAME: Final = f"V{HASH_BYTES}"
 _DENIED: Final = int(ReserveStatus.DENIED)
@@ -50,6 +56,18 @@ class Evicted(NamedTuple):
     names: list[bytes]
     lost: int
     """How many of them had no copy in the cold tier."""
+
+
+class Purged(NamedTuple):
+    """What became of blocks that are to be found no more."""
+
+    names: list[bytes]
+    """Of all that there were, committed or reserved."""
+    freed: int
+    leased: Ids
+    """Slots that go when their leases end, or the copy of them below is made; earlier purges' too."""
+    reserved: Ids
+    """Slots that go when they are committed or aborted, likewise."""
 
 
 class Adopted(NamedTuple):
@@ -110,6 +128,8 @@ class SlotRecords:
         self._arrays = arrays
         self._state = arrays.state
         self._pins = arrays.pins
+        self._timed = np.zeros(capacity, dtype=np.int32)
+        """Pins that end by themselves, and with this process."""
         self._cleaning = np.zeros(capacity, dtype=np.bool_)
         """Being copied to the cold tier just now."""
         self._num_cleaning = 0
@@ -137,7 +157,7 @@ class SlotRecords:
     @property
     def lent(self) -> int:
         """Committed blocks that somebody leases, otherwise than by pins."""
-        return int(np.count_nonzero(self.leases > self._pins))
+        return int(np.count_nonzero(self.leases > self._pins + self._timed))
 
     @property
     def dirty(self) -> int:
@@ -168,17 +188,20 @@ class SlotRecords:
 
     def reserved(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """bool [n]: which handles name a reserved slot still, each slot told once."""
-        return self._valid(slots, generations, _RESERVED)
+        return self._valid(slots, generations, _RESERVED, _VOID)
 
     def leased(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """bool [n]: which handles name a block that is leased otherwise than by pins."""
-        return self._valid(slots, generations, _COMMITTED) & (self.leases[slots] > self._pins[slots])
+        held = self.leases[slots] > self._pins[slots] + self._timed[slots]
+        return self._valid(slots, generations, _COMMITTED, _PURGED) & held
 
-    def _valid(self, slots: Ids, generations: Generations, state: int) -> npt.NDArray[np.bool_]:
+    def _valid(self, slots: Ids, generations: Generations, *states: int) -> npt.NDArray[np.bool_]:
         try:
-            good: npt.NDArray[np.bool_] = (self.generations[slots] == generations) & (
-                self._state[slots] == state
-            )
+            state = self._state[slots]
+            good: npt.NDArray[np.bool_] = state == states[0]
+            for other in states[1:]:
+                good |= state == other
+            good &= self.generations[slots] == generations
         except IndexError as error:
             raise ConfigError("slots", f"must be from 0 to {self.capacity - 1}") from error
         if len(set(slots.tolist())) < len(slots):
@@ -211,22 +234,48 @@ class SlotRecords:
         if after.all():
             return False
         idle = slots[after == 0]
+        if (purged := self._state[idle] == _PURGED).any():
+            self._end_purged(idle[purged])
+            idle = idle[~purged]
         self._used_at[idle] = now
         self._policy.insert(idle[::-1])
         return True
 
-    def pin(self, slots: Ids) -> None:
-        """A lease on each of these slots that `leased` does not tell of."""
-        self.take_leases(slots)
-        self._pins[slots] += 1
+    def pin(self, slots: Ids, *, timed: bool = False) -> None:
+        """A lease on each of these slots that `leased` does not tell of.
 
-    def unpin(self, hashes: Sequence[bytes]) -> Ids:
-        """One pin less on each of these blocks that has one: their slots, whose leases are to be dropped."""
+        Args:
+            timed: it ends by `end_timed`, or with this process.
+        """
+        self.take_leases(slots)
+        (self._timed if timed else self._pins)[slots] += 1
+
+    def unpin(self, hashes: Sequence[bytes]) -> tuple[Ids, Ids]:
+        """One pin less on each of these blocks that has one, before timed ones such as do not end.
+
+        Returns:
+            int32 [n] and int32 [m]: slots that had one, and slots that had timed ones alone; their leases are
+            to be dropped.
+        """
         found = {self.index[name] for name in hashes if name in self.index}
         slots = np.array(sorted(found), dtype=np.int32)
-        slots = slots[self._pins[slots] > 0]
+        lasting = self._pins[slots] > 0
+        timed = slots[~lasting & (self._timed[slots] > 0)]
+        slots = slots[lasting]
         self._pins[slots] -= 1
-        return slots
+        self._timed[timed] -= 1
+        return slots, timed
+
+    def end_timed(self, slots: Ids, generations: Generations) -> Ids:
+        """A timed pin of these is over: those that have one yet, whose leases are to be dropped."""
+        ended: Ids = slots[(self.generations[slots] == generations) & (self._timed[slots] > 0)]
+        self._timed[ended] -= 1
+        return ended
+
+    def demote(self, hashes: Sequence[bytes]) -> int:
+        """Those of these blocks that nobody leases go first, a prefix's last ones before; how many."""
+        found = {self.index[name]: None for name in hashes if name in self.index}
+        return self._policy.demote(np.array(list(found)[::-1], dtype=np.int32))
 
     # Writing
 
@@ -276,7 +325,14 @@ class SlotRecords:
         self.pending.update(zip(names, slots.tolist(), strict=True))
 
     def commit(self, slots: Ids, now: int, *, in_cold: bool) -> list[bytes]:
-        """Reserved slots are written: they can be found by their names, which are returned."""
+        """Reserved slots are written: they can be found by their names, which are returned.
+
+        Those whose names were purged are free instead.
+        """
+        if (void := self._state[slots] == _VOID).any():
+            self._set_state(slots[void], _VOID, _FREE)
+            self._free.free(slots[void])
+            slots = slots[~void]
         names = self.names(slots)
         for name in names:
             del self.pending[name]
@@ -289,6 +345,10 @@ class SlotRecords:
 
     def abort(self, slots: Ids) -> None:
         """Reserved slots will not be written: they are free."""
+        if (void := self._state[slots] == _VOID).any():
+            self._set_state(slots[void], _VOID, _FREE)
+            self._free.free(slots[void])
+            slots = slots[~void]
         for name in self.names(slots):
             del self.pending[name]
         self._set_state(slots, _RESERVED, _FREE)
@@ -343,6 +403,44 @@ class SlotRecords:
             crcs[slots] ^= crc.of_state[before] ^ crc.of_state[after]
         self._state[slots] = after
 
+    def purge(self, hashes: Sequence[bytes] | None) -> Purged:
+        """Have blocks found no more, pinned ones too; free what nobody holds.
+
+        Args:
+            hashes: of blocks that are to go; None: all there are.
+        """
+        found: list[Ids] = []
+        names: list[bytes] = []
+        for book in (self.index, self.pending):
+            chosen = (
+                list(book) if hashes is None else [name for name in dict.fromkeys(hashes) if name in book]
+            )
+            found.append(np.fromiter((book.pop(name) for name in chosen), np.int32, len(chosen)))
+            names += chosen
+        committed, reserved = found
+        self._policy.remove(committed)
+        self.leases[committed] -= self._pins[committed] + self._timed[committed]
+        self._pins[committed] = self._timed[committed] = 0
+        stays = (self.leases[committed] > 0) | self._cleaning[committed]
+        free, leased = committed[~stays], committed[stays]
+        self._set_state(free, _COMMITTED, _FREE)
+        self._set_state(leased, _COMMITTED, _PURGED)
+        self._set_state(reserved, _RESERVED, _VOID)
+        self.in_cold[committed] = False
+        self._free.free(free)
+        held = np.flatnonzero((self._state == _PURGED) | (self._state == _VOID)).astype(np.int32)
+        if hashes is not None:
+            wanted = set(hashes)
+            held = held[np.fromiter((name in wanted for name in self.names(held)), np.bool_, len(held))]
+        is_void = self._state[held] == _VOID
+        return Purged(names, len(free), held[~is_void], held[is_void])
+
+    def _end_purged(self, slots: Ids) -> None:
+        """Nobody leases these purged slots any more: they are free, but those being copied below."""
+        gone = slots[~self._cleaning[slots]]
+        self._set_state(gone, _PURGED, _FREE)
+        self._free.free(gone)
+
     # Copies in the cold tier
 
     def to_clean(self, ahead: int) -> Ids:
@@ -372,11 +470,37 @@ class SlotRecords:
         self._cleaning[slots] = True
         self._num_cleaning += len(slots)
 
-    def end_cleaning(self, slots: Ids, copied: npt.NDArray[np.bool_]) -> None:
-        """`copied` of these have a copy in the cold tier now."""
+    def end_cleaning(self, slots: Ids, copied: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """`copied` of these have a copy in the cold tier now.
+
+        Returns:
+            bool [n]: those that were purged meanwhile, so that the copy must go.
+        """
         self._cleaning[slots] = False
         self._num_cleaning -= len(slots)
-        self.in_cold[slots[copied]] = True
+        purged: npt.NDArray[np.bool_] = self._state[slots] == _PURGED
+        self.in_cold[slots[copied & ~purged]] = True
+        self._end_purged(slots[purged & (self.leases[slots] == 0)])
+        return purged
+
+    def purged(self, slots: Ids) -> Ids:
+        """Those of these slots that were purged, committed or reserved, and are still held."""
+        state = self._state[slots]
+        found: Ids = slots[(state == _PURGED) | (state == _VOID)]
+        return found
+
+    def void(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
+        """Reserved slots of these names that were purged since."""
+        slots = np.flatnonzero(self._state == _VOID).astype(np.int32)
+        if not len(slots):
+            return {}
+        wanted = set(hashes)
+        found = zip(self.names(slots), slots.tolist(), strict=True)
+        return {name: slot for name, slot in found if name in wanted}
+
+    def any_cleaning(self, slots: Ids) -> bool:
+        """Whether one of these is being copied to the cold tier just now."""
+        return bool(self._num_cleaning and self._cleaning[slots].any())
 
     # Extents
 
@@ -398,7 +522,7 @@ class SlotRecords:
         stays = (self.leases.reshape(shape)[extents] > 0) | self._cleaning.reshape(shape)[extents]
         if spare_dirty:
             stays |= ~self.in_cold.reshape(shape)[extents]
-        stuck = (state == _RESERVED) | (state == _DAMAGED) | ((state == _COMMITTED) & stays)
+        stuck = (state == _RESERVED) | (state >= _DAMAGED) | ((state == _COMMITTED) & stays)
         movable = np.flatnonzero(~stuck.any(axis=1))
         if not len(movable):
             return None
@@ -443,18 +567,23 @@ class SlotRecords:
         hashes, generations, state = self._hashes[slots], self.generations[slots], self._state[slots]
         sealed = arrays.crcs[slots] ^ arrays.crc.of(hashes, generations)
         of_state = arrays.crc.of_state
-        fits = (sealed == of_state[state]) & (state <= _DAMAGED)
+        fits = (sealed == of_state[state]) & (state <= _VOID)
         # States that a change had not come to yet.
-        ending = ~fits & (sealed == of_state[_FREE]) & ((state == _RESERVED) | (state == _COMMITTED))
+        ending = ~fits & (sealed == of_state[_FREE]) & (state <= _VOID) & (state != _DAMAGED)
+        purging = ~fits & (sealed == of_state[_PURGED]) & (state == _COMMITTED)
+        voiding = ~fits & (sealed == of_state[_VOID]) & (state == _RESERVED)
         writing = ~fits & (sealed == of_state[_COMMITTED]) & (state == _RESERVED)
         granting = ~fits & (state == _FREE)
         late = np.flatnonzero(~fits & (state == _RESERVED))
         next_crcs = arrays.crc.of(hashes[late], generations[late] + 1) ^ of_state[_RESERVED]
         granting[late] |= arrays.crcs[slots[late]] == next_crcs
         unfinished = ending | granting
-        damaged = ~(fits | unfinished | writing) | (fits & (state == _DAMAGED))
-        for which, becomes in ((unfinished, _FREE), (damaged, _DAMAGED), (writing, _RESERVED)):
-            self._write_anew(slots[which], becomes, keep_generation=becomes == _RESERVED)
+        damaged = ~(fits | unfinished | writing | purging | voiding) | (fits & (state == _DAMAGED))
+        for which, becomes in ((unfinished, _FREE), (damaged, _DAMAGED)):
+            self._write_anew(slots[which], becomes)
+        # Somebody may hold these: their handles stay good.
+        for which, becomes in ((writing, _RESERVED), (purging, _PURGED), (voiding, _VOID)):
+            self._write_anew(slots[which], becomes, keep_generation=True)
         for extent in np.flatnonzero(arrays.owned).tolist():
             self.add_extent(extent)
         state = self._state[slots]
@@ -504,8 +633,8 @@ class SlotRecords:
             bool [capacity]: slots whose records say otherwise, and which count as damaged.
         """
         state = self._state
-        wrong: npt.NDArray[np.bool_] = ((leases > 0) & (state != _COMMITTED)) | (
-            reserved & (state != _RESERVED)
+        wrong: npt.NDArray[np.bool_] = ((leases > 0) & (state != _COMMITTED) & (state != _PURGED)) | (
+            reserved & (state != _RESERVED) & (state != _VOID)
         )
         wrong |= state == _DAMAGED
         slots = np.flatnonzero(wrong & (state != _DAMAGED)).astype(np.int32)
@@ -521,7 +650,8 @@ class SlotRecords:
         held = np.flatnonzero((leases > 0) & ~wrong).astype(np.int32)
         self._policy.remove(held)
         self.leases[held] += leases[held]
-        self.abort(np.flatnonzero((state == _RESERVED) & ~reserved).astype(np.int32))
+        self.abort(np.flatnonzero(((state == _RESERVED) | (state == _VOID)) & ~reserved).astype(np.int32))
+        self._end_purged(np.flatnonzero((state == _PURGED) & (self.leases == 0)).astype(np.int32))
         return wrong
 
     def free_damaged(self) -> int:
@@ -568,7 +698,7 @@ class SlotRecords:
                     raise IntegrityError(f"host slot {slot} has another hash than the index says")
         if self._num_cleaning != np.count_nonzero(self._cleaning):
             raise IntegrityError(f"{self._num_cleaning} host blocks are counted as being copied below")
-        if (self.leases < 0).any() or (self._pins > self.leases).any():
+        if (self.leases < 0).any() or (self._pins + self._timed > self.leases).any():
             raise IntegrityError("a host slot has fewer leases than pins, or less than none")
         evictable = np.flatnonzero((self._state == _COMMITTED) & (self.leases == 0))
         ranked = np.sort(self._policy.coldest(len(self._policy)))

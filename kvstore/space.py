@@ -6,35 +6,44 @@ room that is waited for, and the copies to and from the cold tier.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.cold import ColdStatus, ColdTier
-from ..tiers.errors import ConfigError, StaleHandleError
+from ..tiers.errors import ConfigError, QuotaError, StaleHandleError
 from ..tiers.layout import KVLayout
+from ..tiers.record import NOTE_SPACE
+from ..tiers.record_file import Section
 from ..tiers.settings import (
     expect_array,
     expect_byte_strings,
     expect_bytes,
+    expect_flag,
     expect_integer,
     expect_seconds,
 )
 from .events import EventKind
 from .handles import Generations, Lease, Reservation, ReserveStatus
-from .hashing import HASH_BYTES, Tokens, hash_blocks
+from .hashing import HASH_BYTES, Tokens, hash_blocks, notes_id, space_id
 from .loading import ColdLoad
 from .policy import Ids
+from .purging import HeldSlots, PurgeReport, SpacePurges
 from .room import SpaceRoom
 from .shared import HostShared
 from .slot_space import SlotSpace
 from .slots import SlotRecords
+from .timed_pins import TimedPin, TimedPins
 
 __all__ = ["HostSpace"]
+
+_log = logging.getLogger(__name__)
 
 _INT32: Final = np.dtype(np.int32)
 _INT64: Final = np.dtype(np.int64)
@@ -46,6 +55,8 @@ _PRESENT: Final = int(ReserveStatus.PRESENT)
 # a batch is through in tens of milliseconds.
 _COLD_BATCH_BYTES: Final = 32 << 20
 _ROOM_POLL_SECONDS: Final = 0.02
+_MOST_HINTS: Final = 64
+"""Loads ahead that may be under way; what is hinted at beyond them is not loaded."""
 
 
 class HostSpace(SlotSpace):
@@ -58,20 +69,26 @@ class HostSpace(SlotSpace):
         shared: what it shares with the other spaces.
         layout: how a block lies in memory.
         shard: the layers and heads it is of.
-        name: its `space_id`.
+        tenant: whose it is.
         records: its slots.
     """
 
     def __init__(
-        self, shared: HostShared, layout: KVLayout, shard: str, name: bytes, records: SlotRecords
+        self, shared: HostShared, layout: KVLayout, shard: str, tenant: str, records: SlotRecords
     ) -> None:
         super().__init__(layout, shared.arena.extent_bytes, shared.arena.num_extents)
         self.shard = shard
-        self.id = name
+        self.tenant = tenant
+        self.id = space_id(layout, shard, tenant)
         self._shared = shared
         self._records = records
-        self._room = SpaceRoom(shared, self._records, name)
+        self._tenant = shared.tenant(tenant)
+        self._room = SpaceRoom(shared, records, self.id, self._tenant, layout.block_bytes)
+        self._tenant.join(self._room)
         shared.join(self._room)
+        self._timed = TimedPins()
+        self._notes = notes_id(self.id) if tenant else NOTE_SPACE
+        self._purges = SpacePurges(shared, records, self.id, self._notes, layout.block_bytes, self._tenant)
 
     # Where slots are
 
@@ -148,6 +165,8 @@ class HostSpace(SlotSpace):
             lease = self._lease_leading(hashes)
             shared.stats.matched += len(lease)
             shared.stats.missed += len(hashes) - len(lease)
+            self._tenant.stats.matched += len(lease)
+            self._tenant.stats.missed += len(hashes) - len(lease)
         cold = shared.cold
         if cold_deadline is not None and cold is not None and len(lease) < len(hashes):
             lease.cold = self.count_in_cold(cold, hashes[len(lease) :], cold_deadline)
@@ -197,12 +216,27 @@ class HostSpace(SlotSpace):
 
         Raises:
             ConfigError: a hash is not 16 bytes.
+            QuotaError: there are blocks to write and the tenant's quota has room for none of them: what it
+                has is leased, pinned or being written.
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        return self.reserve_named(hashes, wait=expect_seconds("wait", wait))
+        reservation, over_quota = self._reserve(hashes, expect_seconds("wait", wait))
+        if over_quota and not (reservation.status == _NEW).any():
+            raise QuotaError(
+                f"tenant {self.tenant!r} has a quota of {self._tenant.quota} bytes, and all of it is leased, "
+                f"pinned or being written: there is no room for blocks of {self.layout.block_bytes} bytes"
+            )
+        return reservation
 
     def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
-        """`reserve` that trusts its arguments: for names made by `kvstore.hashing`, in an engine's step."""
+        """`reserve` that trusts its arguments: for names made by `kvstore.hashing`, in an engine's step.
+
+        Where the tenant's quota has no room, blocks are denied, as they are for want of memory.
+        """
+        return self._reserve(hashes, wait)[0]
+
+    def _reserve(self, hashes: Sequence[bytes], wait: float) -> tuple[Reservation, bool]:
+        """Slots to write blocks into, and whether the tenant's quota was why there were not enough."""
         end = time.monotonic() + wait
         shared, records = self._shared, self._records
         with shared.lock():
@@ -230,13 +264,21 @@ class HostSpace(SlotSpace):
             slots[chosen] = granted
             records.reserve(granted, [hashes[at] for at in chosen.tolist()])
             shared.stats.denied += short
+            over_quota = short > 0 and self._room.over_quota
+            self._tenant.stats.denied += short
+            self._tenant.stats.over_quota += short if over_quota else 0
             generations = np.where(status <= _PRESENT, records.generations[slots], 0)
-        return Reservation(self, hashes, status, slots, generations)
+        return Reservation(self, hashes, status, slots, generations), over_quota
 
     def reserved(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], Ids, Generations]:
-        """Which of these are being written: int64 [n] positions, each hash once; slots and generations."""
+        """Which of these are being written: int64 [n] positions, each hash once; slots and generations.
+
+        Those that were purged since they were reserved are told, too, so that they go when they are written.
+        """
         with self._shared.lock():
             pending = self._records.pending
+            if void := self._records.void(hashes):
+                pending = void | pending
             found = {name: at for at, name in enumerate(hashes) if name in pending} if pending else {}
             slots = np.fromiter((pending[name] for name in found), np.int32, len(found))
             return np.fromiter(found.values(), np.int64, len(found)), slots, self._records.generations[slots]
@@ -257,7 +299,9 @@ class HostSpace(SlotSpace):
             good = self._records.reserved(slots, generations)
             mine = slots if good.all() else slots[good]
             names = self._records.commit(mine, shared.tick(), in_cold=in_cold)
-            shared.stats.committed += len(mine)
+            self._purges.written(names)
+            shared.stats.committed += len(names)
+            self._tenant.stats.committed += len(names)
             shared.post(EventKind.STORED, "host", self.id, names)
             shared.changed.notify_all()
             if len(mine) < len(slots):
@@ -293,23 +337,89 @@ class HostSpace(SlotSpace):
 
     # Keeping and losing blocks
 
-    def pin(self, hashes: Sequence[bytes]) -> int:
-        """Keep resident blocks in host memory until `unpin`; returns how many leading ones were there."""
+    def pin(self, hashes: Sequence[bytes], *, ttl: float | None = None) -> int:
+        """Keep resident blocks in host memory until `unpin`; returns how many leading ones were there.
+
+        Args:
+            ttl: seconds after which the pin ends by itself; it does not outlive this store then, as pins
+                without an end may. None: it does not end.
+        """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        if ttl is not None:
+            ttl = expect_seconds("ttl", ttl, above=True)
         with self._shared.lock():
             self._shared.check_open()
             slots = self._records.resident(hashes)
-            self._records.pin(slots)
+            self._records.pin(slots, timed=ttl is not None)
+            if ttl is not None and len(slots):
+                until = time.monotonic() + ttl
+                pin = TimedPin(slots, self._records.generations[slots], until)
+                self._timed.add(pin)
+                self._shared.pin_clock.call_at(until, partial(self._end_pin, pin))
             return len(slots)
+
+    def _end_pin(self, pin: TimedPin) -> None:
+        """A pin's time is over. Called by the clock."""
+        with self._shared.lock():
+            if not self._shared.closed:
+                pin = self._timed.take(pin)
+                self._drop_leases(self._records.end_timed(pin.slots, pin.generations))
 
     def unpin(self, hashes: Sequence[bytes]) -> int:
         """End a pin; returns how many of the blocks were pinned."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         with self._shared.lock():
             self._shared.check_open()
-            slots = self._records.unpin(hashes)
-            self._drop_leases(slots)
-            return len(slots)
+            lasting, timed = self._records.unpin(hashes)
+            self._timed.end(timed)
+            self._drop_leases(lasting)
+            self._drop_leases(timed)
+            return len(lasting) + len(timed)
+
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+        """Advice: these blocks will be wanted soon, or not again.
+
+        Args:
+            wanted: True: the leading ones count as just used, and what the cold tier has of the rest is
+                brought up, when nothing else is to be. False: those that nobody leases go first.
+
+        Returns:
+            how many blocks this is tried for: leading ones that are resident or may come up; those that go
+            first.
+        """
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        wanted = expect_flag("wanted", wanted)
+        shared = self._shared
+        if not wanted:
+            with shared.lock():
+                shared.check_open()
+                count = self._records.demote(hashes)
+                shared.stats.hinted_unwanted += count
+                return count
+        load = ColdLoad(self, hashes)
+        resident = len(hashes) - len(load.missing)
+        with shared.lock():
+            shared.check_open()
+            loads = bool(load.missing) and shared.cold is not None and shared.hints_under_way < _MOST_HINTS
+            count = len(hashes) if loads else resident
+            shared.stats.hinted_wanted += count
+            if loads and shared.cold is not None:
+                shared.hints_under_way += 1
+                shared.hinted.submit(self._load_ahead, load, shared.cold)
+        if not loads:
+            load.release()
+        return count
+
+    def _load_ahead(self, load: ColdLoad, cold: ColdTier) -> None:
+        try:
+            load.run(cold, self._shared.cold_deadline)
+            load.release()
+            load.done()
+        except Exception:  # noqa: BLE001  nobody waits for it
+            _log.exception("blocks that were hinted at could not be loaded")
+        finally:
+            with self._shared.lock():
+                self._shared.hints_under_way -= 1
 
     def evict(self, count: int) -> int:
         """Let go of up to `count` blocks, coldest first, copied to the cold tier or not.
@@ -362,6 +472,8 @@ class HostSpace(SlotSpace):
 
     def count_in_cold(self, cold: ColdTier, hashes: Sequence[bytes], deadline: float) -> int:
         """How many leading blocks the cold tier seems to have; 0 where it does not answer by `deadline`."""
+        with self._shared.lock():
+            hashes = self._purges.may_load(hashes)
         there = cold.contains(self.id, hashes, deadline)
         return len(there) if there.all() else int(there.argmin())
 
@@ -380,7 +492,9 @@ class HostSpace(SlotSpace):
             # Not further than to what is resident: it may have to make room for what comes first.
             index = self._records.index
             batch = batch[: next((at for at, name in enumerate(batch) if name in index), None)]
-        with self.reserve_named(batch, wait=deadline) as reservation:
+            batch = list(self._purges.may_load(batch))
+        # No room, by the quota or not, is a miss.
+        with self._reserve(batch, deadline)[0] as reservation:
             new = reservation.new
             names = [batch[at] for at in new.tolist()]
             views = [self.view(slot) for slot in reservation.slots[new].tolist()]
@@ -446,7 +560,8 @@ class HostSpace(SlotSpace):
             done = status == ColdStatus.OK
             written = int(np.count_nonzero(done))
             with shared.lock():
-                records.end_cleaning(slots, done)
+                purged = records.end_cleaning(slots, done)
+                done &= ~purged
                 shared.stats.cold_written += written
                 shared.stats.cold_write_failed += len(slots) - written
                 shared.cold_answered(status)
@@ -454,6 +569,8 @@ class HostSpace(SlotSpace):
                     EventKind.STORED, "cold", self.id, [names[at] for at in np.flatnonzero(done).tolist()]
                 )
                 shared.changed.notify_all()
+            if purged.any():
+                self._purges.remove_copies([names[at] for at in np.flatnonzero(purged).tolist()])
         return written
 
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
@@ -461,7 +578,11 @@ class HostSpace(SlotSpace):
         self._shared.check_open()
         key, cold = self.id + expect_bytes("name", name), self._shared.cold
         expect_bytes("value", value)
-        return cold is not None and cold.put_note(key, value, deadline) == ColdStatus.OK
+        if cold is None:
+            return False
+        if not self.tenant:
+            return cold.put_note(key, value, deadline) == ColdStatus.OK
+        return cold.put_note(key, value, deadline, space=self._notes) == ColdStatus.OK
 
     def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
         """A named record from the cold tier, or None."""
@@ -469,8 +590,44 @@ class HostSpace(SlotSpace):
         key, cold = self.id + expect_bytes("name", name), self._shared.cold
         if cold is None:
             return None
-        status, value = cold.get_note(key, deadline)
+        if not self.tenant:
+            status, value = cold.get_note(key, deadline)
+        else:
+            status, value = cold.get_note(key, deadline, space=self._notes)
         return value if status == ColdStatus.OK else None
+
+    def purge(
+        self, hashes: Sequence[bytes] | None, *, notes: Sequence[bytes] = (), deadline: float = 30.0
+    ) -> PurgeReport:
+        """Have blocks be gone from host memory and the cold tier, whether they are pinned or not.
+
+        After this nobody finds them, what is leased included; that goes when its leases end.
+
+        Args:
+            hashes: of these blocks; None: of all, and all notes of a space that has a tenant.
+            notes: names of notes that are to go as well.
+            deadline: seconds that the cold tier may take, and copies to it that are under way.
+        """
+        if hashes is not None:
+            hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        for name in notes:
+            expect_bytes("notes", name)
+        return self._purges.run(hashes, notes, time.monotonic() + expect_seconds("deadline", deadline))
+
+    def still_purged(self, held: HeldSlots) -> HeldSlots:
+        """Those of the slots that a purge left that somebody still holds."""
+        with self._shared.lock():
+            same = self._records.generations[held.slots] == held.generations
+            slots = self._records.purged(held.slots[same])
+            return HeldSlots(slots, self._records.generations[slots])
+
+    def bar(self, section: Section) -> None:
+        """What another process had the cold tier remove, and it did not yet, is not loaded here either."""
+        self._purges.restore(section)
+
+    def retry_purges(self) -> None:
+        """Have the cold tier remove what it was to and did not, if there is something and it is time."""
+        self._purges.try_again()
 
     # What another process left
 

@@ -33,6 +33,9 @@ class HostStats(Counters):
     cold_missed: int = 0
     stale: int = 0
     """Late commits and releases of slots that were granted again since; refused."""
+    purged: int = 0
+    hinted_wanted: int = 0
+    hinted_unwanted: int = 0
     adopted: int = 0
     """Found committed in an arena that another process left."""
     damaged: int = 0

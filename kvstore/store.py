@@ -39,7 +39,7 @@ from .far import FarBlocks
 from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, space_id
 from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
-from .session import SessionRecord, SleepingSequence
+from .session import SessionRecord, SleepingSequence, session_key
 from .stats import StoreStats
 from .tables import MOST_ROWS, BlockTable, Words
 from .tails import SharedTails
@@ -117,7 +117,6 @@ class TieredStore:
         shard: str = "",
         mover: Mover | None = None,
     ) -> None:
-        self.space = space_id(layout, shard)
         device_blocks = expect_integer("device_blocks", device_blocks, 1, 2**31 - 1)
         max_sequences = expect_integer("max_sequences", max_sequences, 1, MOST_ROWS)
         if host is not None:
@@ -141,6 +140,8 @@ class TieredStore:
         self.root = expect_bytes("root", root, HASH_BYTES)
         self.device = expect_text("device", device)
         self.host = host.space(layout, shard=shard) if host is not None else None
+        # Where host memory has tenants, its space is one of them.
+        self.space = space_id(layout, shard) if self.host is None else self.host.id
         self._closed = False
         self.stats = StoreStats()
         self.table = BlockTable(max_sequences, track_changes=device != "cpu")
@@ -598,7 +599,7 @@ class TieredStore:
         if self.host is None:
             return False
         record = SessionRecord(sleeping.root, sleeping.length, tokens, sleeping.extra_keys)
-        return self.host.put_note(_session_key(sleeping.root, name), record.pack())
+        return self.host.put_note(session_key(sleeping.root, name), record.pack())
 
     def find_session(self, name: str, *, root: bytes | None = None) -> SessionRecord | None:
         """The record of a session that was saved in this space, or None.
@@ -613,7 +614,7 @@ class TieredStore:
         self._check_open()
         expect_text("name", name)
         root = self.root if root is None else expect_bytes("root", root, HASH_BYTES)
-        data = self.host.get_note(_session_key(root, name)) if self.host is not None else None
+        data = self.host.get_note(session_key(root, name)) if self.host is not None else None
         if data is None:
             return None
         record = SessionRecord.unpack(data)
@@ -773,7 +774,3 @@ class TieredStore:
             self.table.set(int(rows[at]), int(columns[at]), self.arena.addresses(twin))
             self.pool.drop(blocks[at : at + 1])
             self.stats.adopted += 1
-
-
-def _session_key(root: bytes, name: str) -> bytes:
-    return b"session:" + root + name.encode()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 import redis
 from kvpager.tests.redis_servers import RedisServer, free_port, make_tls_files, require_redis, three_masters
-from kvpager.tiers.cold import ColdStatus
+from kvpager.tiers.cold import ColdPurge, ColdStatus
 from kvpager.tiers.cold_redis import RedisColdTier
 from kvpager.tiers.errors import ColdTierUnavailableError, ConfigError
 from kvpager.tiers.record import HEADER_BYTES, RecordCodec
@@ -638,3 +638,35 @@ def test_what_is_no_redis_is_refused_at_the_start() -> None:
         RedisColdTier(f"redis://127.0.0.1:{listener.getsockname()[1]}")
     thread.join()
     listener.close()
+
+
+def test_a_purge_of_a_server_that_does_not_answer_says_so(server: RedisServer, tier: RedisColdTier) -> None:
+    blocks, hashes = blocks_of(4, 4096), hashes_of("purge", 4)
+    assert not tier.put(SPACE, hashes, views(blocks)).any()
+    server.stall()
+    assert tier.purge(SPACE, hashes, 4096, 0.2) == ColdPurge(0, ColdStatus.LATE)
+    assert tier.purge(SPACE, None, 4096, 0.2).status in (ColdStatus.LATE, ColdStatus.UNAVAILABLE)
+    server.resume()
+    assert until(lambda: tier.purge(SPACE, hashes[:1], 4096, 2.0).status == ColdStatus.OK)
+    # What was not answered in time may have been done later.
+    assert not tier.contains(SPACE, hashes)[0]
+    server.kill()
+    assert tier.purge(SPACE, hashes, 4096, 0.5).status in (ColdStatus.LATE, ColdStatus.UNAVAILABLE)
+    assert tier.purge(SPACE, None, 4096, 0.5).status in (ColdStatus.LATE, ColdStatus.UNAVAILABLE)
+
+
+def test_a_purge_of_a_space_takes_parts_and_what_other_secrets_sealed(
+    server: RedisServer, tier: RedisColdTier
+) -> None:
+    blocks, hashes = blocks_of(3, 20000), hashes_of("purge", 3)
+    parted = RedisColdTier(server.url, deadline=5.0, secret=b"s" * 16, value_bytes=8192)
+    assert not parted.put(SPACE, hashes, views(blocks)).any()
+    assert not parted.put(b"o" * 16, hashes, views(blocks)).any()
+    assert not tier.put(SPACE, hashes, views(blocks)).any()
+    # A part that is alone holds bytes, too.
+    server.client().delete(RecordCodec(b"s" * 16).key(SPACE, hashes[0]) + b":0")
+    assert tier.purge(SPACE, None, 20000) == ColdPurge(6, ColdStatus.OK)
+    left = server.client().keys("*")
+    assert left
+    assert all((b"o" * 16).hex().encode() in key for key in left)
+    parted.close()

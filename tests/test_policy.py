@@ -19,6 +19,7 @@ batch = st.lists(st.integers(0, 19), unique=True, max_size=12)
 operation = st.one_of(
     st.tuples(st.just("insert"), batch),
     st.tuples(st.just("remove"), batch),
+    st.tuples(st.just("demote"), batch),
     st.tuples(st.just("coldest"), st.integers(0, 25)),
     st.tuples(st.just("evict"), st.integers(0, 25)),
 )
@@ -34,6 +35,13 @@ def test_lru_does_what_an_ordered_dictionary_does(
     model: OrderedDict[int, None] = OrderedDict()
     for name, argument in operations:
         if isinstance(argument, list):
+            if name == "demote":
+                there = [one for one in argument if one in model]
+                assert policy.demote(ids(*argument)) == len(there)
+                for one in reversed(there):
+                    model.move_to_end(one, last=False)
+                policy.check_integrity()
+                continue
             getattr(policy, name)(ids(*argument))
             for one in argument:
                 model.pop(one, None)

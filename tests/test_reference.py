@@ -62,7 +62,7 @@ def test_signatures_are_as_they_are_written(called: Callable[..., Any]) -> None:
         (LLM, ("save_sessions", "session_tokens", "end_session", "reset_cache", "close")),
         (HostStore, ("space", "match", "flush", "subscribe", "close", "check_integrity")),
         (HostSpace, ("load", "start_load", "put", "get", "reserve", "addresses", "view")),
-        (HostSpace, ("pin", "unpin", "evict")),
+        (HostSpace, ("pin", "unpin", "evict", "hint", "purge")),
         (TieredStore, ("open", "reserve", "advance", "append", "close_row", "poll", "fork", "sleep", "wake")),
         (TieredStore, ("promote", "spill", "evict", "sharing", "flush", "close", "check_integrity")),
     ],

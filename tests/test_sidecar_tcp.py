@@ -42,7 +42,7 @@ from kvpager.api.messages import (
     Reserved,
     Stats,
 )
-from kvpager.api.remote_access import RemoteAccess, parse_address, read_token, server_tls
+from kvpager.api.remote_access import RemoteAccess, parse_address, read_tokens, server_tls
 from kvpager.api.wire import Failure, Request, encode
 from kvpager.kvstore.events import BlockEvent
 from kvpager.kvstore.handles import ReserveStatus
@@ -886,7 +886,7 @@ def test_what_a_stalled_sidecar_was_not_sent_is_given_back(
         assert len(reservation.new) == 20
         serving.pause()
         reservation.commit()  # the first of it is sent, and not answered
-        assert not client.core._spaces[space.id, ""].held.reservations
+        assert not client.core._spaces[space.id].held.reservations
         assert space.put(names(50, 1), blocks(1)) == 0
         serving.resume()
         with RawClient(serving.path) as local:
@@ -1012,17 +1012,17 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     for mode in (0o644, 0o640, 0o604, 0o620, 0o602):
         path.chmod(mode)
         with pytest.raises(ConfigError, match=r"--token-file: .* chmod 600"):
-            read_token("--token-file", path)
+            read_tokens("--token-file", path)
     path.chmod(0o600)
-    assert read_token("--token-file", path) == TOKEN
+    assert read_tokens("--token-file", path) == {TOKEN: None}
     for content in (b"", b"short\n", b"x" * 5000, b"\xff" * 20, b"two lines of\ntext in the file"):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="--token-file: "):
-            read_token("--token-file", path)
+            read_tokens("--token-file", path)
     with pytest.raises(ConfigError, match=r"--token-file: .* cannot be read"):
-        read_token("--token-file", tmp_path / "nowhere")
+        read_tokens("--token-file", tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="--token-file: "):
-        read_token("--token-file", tmp_path)
+        read_tokens("--token-file", tmp_path)
 
 
 @pytest.mark.parametrize(

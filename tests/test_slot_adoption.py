@@ -165,7 +165,12 @@ def adding(records: SlotRecords) -> None:
     records.add_extent(2)
 
 
-@pytest.mark.parametrize("change", [reserving, committing, aborting, evicting, removing, adding])
+def purging(records: SlotRecords) -> None:
+    records.take_leases(np.array(sorted(records.index.values())[:2], np.int32))
+    records.purge(None)
+
+
+@pytest.mark.parametrize("change", [reserving, committing, aborting, evicting, removing, adding, purging])
 def test_a_process_may_be_killed_at_any_write(
     change: Callable[[SlotRecords], None], file: RecordFile
 ) -> None:
@@ -191,7 +196,7 @@ def test_a_process_may_be_killed_at_any_write(
         granted = before.generations.copy()
         again, found = adopted(section)
         assert found.damaged == 0
-        if change in (evicting, removing):
+        if change in (evicting, removing, purging):
             assert set(again.index) <= set(told)
         else:
             assert set(told) <= set(again.index)
@@ -199,7 +204,7 @@ def test_a_process_may_be_killed_at_any_write(
             assert set(again.index) <= set(told)
         else:
             assert set(again.index) - set(told) <= set(names(50, 4))
-        if change not in (evicting, removing):
+        if change not in (evicting, removing, purging):
             assert again.committed(before_held, granted[before_held]).all()
         assert not again.restore(*NOBODY).any()
         again.check_integrity()
@@ -315,3 +320,40 @@ def test_records_that_contradict_each_other_are_not_believed(
 def test_records_that_go_with_their_process_have_nothing_to_adopt() -> None:
     with pytest.raises(ConfigError, match="go with their process"):
         SlotRecords(PER_EXTENT, EXTENTS, make_policy("lru", 0)).adopt()
+
+
+def test_what_was_purged_and_is_held_stays_unfound_over_a_kill(file: RecordFile) -> None:
+    section = new_section(file)
+    records = records_of(arrays_of(section))
+    records.add_extent(0)
+    committed = grant(records, 0, 4)
+    records.commit(committed, 1, in_cold=False)
+    records.take_leases(committed[:2])
+    records.pin(committed[2:3])
+    reserved = grant(records, 10, 2)
+    gone = records.purge([*names(0, 4), *names(10, 2), *names(90, 1)])
+    assert (gone.freed, gone.leased.tolist(), gone.reserved.tolist()) == (
+        2,
+        committed[:2].tolist(),
+        reserved.tolist(),
+    )
+    again, found = adopted(section)
+    assert found.damaged == 0
+    assert not again.index
+    assert not again.pending
+    leases, holds = np.zeros(again.capacity, np.int32), np.zeros(again.capacity, np.bool_)
+    leases[committed[0]] = 1
+    holds[reserved[0]] = True
+    free = again.free
+    assert not again.restore(leases, holds).any()
+    again.check_integrity()
+    # What nobody holds any more is free; of the rest handles are good, and end.
+    assert again.free == free + 2
+    held, written = committed[:1], reserved[:1]
+    assert again.leased(held, again.generations[held]).all()
+    assert not again.committed(held, again.generations[held]).any()
+    assert again.reserved(written, again.generations[written]).all()
+    assert again.commit(written, 2, in_cold=False) == []
+    again.drop_leases(held, 3)
+    again.check_integrity()
+    assert again.free == PER_EXTENT

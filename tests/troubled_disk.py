@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from kvpager.tiers.cold import ColdStatus, StatusArray
+from kvpager.tiers.cold import ColdPurge, ColdStatus, StatusArray
 from kvpager.tiers.cold_disk import DiskColdTier
 
 __all__ = ["TroubledDisk"]
@@ -55,8 +55,16 @@ class TroubledDisk(DiskColdTier):
             return np.zeros(len(hashes), dtype=np.bool_)
         return super()._contains(space, hashes, until)
 
-    def _put_note(self, note: bytes, value: bytes, until: float) -> ColdStatus:
-        return super()._put_note(note, value, until) if self.fault is None else self.fault
+    def _put_note(self, space: bytes, note: bytes, value: bytes, until: float) -> ColdStatus:
+        return super()._put_note(space, note, value, until) if self.fault is None else self.fault
 
-    def _get_note(self, note: bytes, until: float) -> tuple[ColdStatus, bytearray]:
-        return (ColdStatus.UNAVAILABLE, bytearray()) if self._down else super()._get_note(note, until)
+    def _get_note(self, space: bytes, note: bytes, until: float) -> tuple[ColdStatus, bytearray]:
+        return (ColdStatus.UNAVAILABLE, bytearray()) if self._down else super()._get_note(space, note, until)
+
+    def _purge_blocks(self, space: bytes, hashes: Sequence[bytes], nbytes: int, until: float) -> ColdPurge:
+        if self._down:
+            return ColdPurge(0, ColdStatus.UNAVAILABLE)
+        return super()._purge_blocks(space, hashes, nbytes, until)
+
+    def _purge_space(self, space: bytes, until: float) -> ColdPurge:
+        return ColdPurge(0, ColdStatus.UNAVAILABLE) if self._down else super()._purge_space(space, until)

@@ -34,6 +34,7 @@ MESSAGES: tuple[type[Message], ...] = tuple(
 )
 """Every message, by its tag."""
 _LATER_ERRORS = ("NotInPlaceError", "TLSError")
+_LAST_ERRORS = ("CommandError", "QuotaError")
 
 
 def error_of_each_class() -> list[KVPagerError]:
@@ -42,6 +43,11 @@ def error_of_each_class() -> list[KVPagerError]:
         kind = getattr(errors, name)
         made.append(kind("host_bytes", "is zero") if name == "ConfigError" else kind(f"what {name} says"))
     return made
+
+
+def _age_of(error: KVPagerError) -> int:
+    name = type(error).__name__
+    return 2 if name in _LAST_ERRORS else int(name in _LATER_ERRORS)
 
 
 def _hash(number: int) -> bytes:
@@ -90,10 +96,21 @@ def frames() -> dict[str, Frame]:
         "subscribe": Request(18, m.Subscribe(True)),
         "event": Notice(m.Event("stored", "host", _hash(64), hashes, 0)),
         "flush": Request(19, m.Flush(30.0)),
+        "pin for a while": Request(23, m.Pin(0, hashes, 60.0)),
+        "hint": Request(24, m.Hint(0, hashes, True)),
+        "report": Request(25, m.Report({"chat 1": "decoding"}, 1 << 21, 1000, 700, 1.5e9, 0.0)),
+        "get clients": Request(26, m.GetClients()),
+        "clients": Reply(26, m.Clients({"0": {"name": "engine 0 (pid 4242)", "leased": 12}})),
+        "command": Request(27, m.Command("promote", "chat 1", hashes, 5.0)),
+        "command given": Notice(m.CommandGiven(3, "promote", "chat 1", hashes, 5.0)),
+        "command done": Request(28, m.CommandDone(3, 2, "")),
+        "purge": Request(21, m.Purge(0, hashes, b"name", 30.0)),
+        "purge tenant": Request(22, m.PurgeTenant("tenant é", 30.0)),
+        "purged": Reply(22, m.Purged(2, 10, 40960, 12, 49152, 1, {"leased": {"engine 0 (pid 4242)": 3}})),
         "reassert": Request(20, m.Reassert(0, slots, generations, np.array([1, 2, 0], np.int32))),
     }
     # What was recorded keeps its id: errors that came later are last.
-    by_age = sorted(error_of_each_class(), key=lambda error: type(error).__name__ in _LATER_ERRORS)
+    by_age = sorted(error_of_each_class(), key=_age_of)
     for number, error in enumerate(by_age):
         made[f"failure {type(error).__name__}"] = Failure(100 + number, error)
     return made

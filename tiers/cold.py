@@ -15,17 +15,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import CapacityError, ClosedError, ConfigError
-from .record import check_key, note_hash
+from .record import NOTE_SPACE, check_key, note_hash
 from .settings import expect_bytes, expect_methods, expect_seconds
 
 __all__ = [
     "LONGEST_DEADLINE",
+    "ColdPurge",
     "ColdStats",
     "ColdStatus",
     "ColdTier",
@@ -57,6 +58,15 @@ class ColdStatus(enum.IntEnum):
     """The tier could not be reached, refused, or broke off."""
     FULL = 5
     """No room for the record (writes only)."""
+
+
+class ColdPurge(NamedTuple):
+    """What became of records that were to go."""
+
+    removed: int
+    """How many blocks, or notes, were there and are not any more."""
+    status: ColdStatus
+    """OK: nothing of them is left. Else why something may be."""
 
 
 StatusArray: TypeAlias = npt.NDArray[np.uint8]
@@ -165,11 +175,30 @@ class ColdTier(Protocol):
         """Remove records; returns how many were there."""
         ...
 
-    def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> ColdStatus:
-        """Keep a small named record (a session's length and hashes), replacing an older one."""
+    def purge(
+        self, space: bytes, hashes: Sequence[bytes] | None, nbytes: int, deadline: float | None = None
+    ) -> ColdPurge:
+        """Remove records, and say whether all of them are gone.
+
+        Args:
+            hashes: of these blocks; None: every record of the space, whoever wrote it.
+            nbytes: bytes of a block's payload.
+        """
         ...
 
-    def get_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
+    def put_note(
+        self, name: bytes, value: bytes, deadline: float | None = None, *, space: bytes = NOTE_SPACE
+    ) -> ColdStatus:
+        """Keep a small named record (a session's length and hashes), replacing an older one.
+
+        Args:
+            space: what it is kept with, 16 bytes, so that `purge` removes it with its like.
+        """
+        ...
+
+    def get_note(
+        self, name: bytes, deadline: float | None = None, *, space: bytes = NOTE_SPACE
+    ) -> tuple[ColdStatus, bytes]:
         """Read a named record; the bytes are empty unless the status is OK."""
         ...
 
@@ -255,8 +284,20 @@ class RecordTier(ABC):
         with self._call(deadline) as (_, until):
             return self._delete_blocks(space, hashes, until)
 
-    def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> ColdStatus:
-        """Keep a small named record, replacing an older one.
+    def purge(
+        self, space: bytes, hashes: Sequence[bytes] | None, nbytes: int, deadline: float | None = None
+    ) -> ColdPurge:
+        """See `ColdTier.purge`."""
+        hashes = None if hashes is None else check_key(space, hashes)
+        with self._call(deadline) as (_, until):
+            if hashes is None:
+                return self._purge_space(space, until)
+            return self._purge_blocks(space, hashes, nbytes, until)
+
+    def put_note(
+        self, name: bytes, value: bytes, deadline: float | None = None, *, space: bytes = NOTE_SPACE
+    ) -> ColdStatus:
+        """Keep a small named record, replacing an older one. See `ColdTier.put_note`.
 
         Raises:
             CapacityError: the note is longer than a value may be (4 MiB, where nothing else was set).
@@ -265,15 +306,17 @@ class RecordTier(ABC):
         if len(expect_bytes("value", value)) > self._note_bytes:
             raise CapacityError(f"a note of {len(value)} bytes, more than {self._note_bytes}")
         with self._call(deadline) as (_, until):
-            status = self._put_note(note, value, until)
+            status = self._put_note(space, note, value, until)
         self.stats.count(np.array([status], np.uint8))
         return status
 
-    def get_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
+    def get_note(
+        self, name: bytes, deadline: float | None = None, *, space: bytes = NOTE_SPACE
+    ) -> tuple[ColdStatus, bytes]:
         """See `ColdTier.get_note`."""
         note = note_hash(name)
         with self._call(deadline) as (_, until):
-            status, value = self._get_note(note, until)
+            status, value = self._get_note(space, note, until)
         self.stats.count(np.array([status], np.uint8))
         return status, bytes(value) if status == ColdStatus.OK else b""
 
@@ -310,10 +353,18 @@ class RecordTier(ABC):
     def _delete_blocks(self, space: bytes, hashes: Sequence[bytes], until: float) -> int: ...
 
     @abstractmethod
-    def _put_note(self, note: bytes, value: bytes, until: float) -> ColdStatus: ...
+    def _purge_blocks(
+        self, space: bytes, hashes: Sequence[bytes], nbytes: int, until: float
+    ) -> ColdPurge: ...
 
     @abstractmethod
-    def _get_note(self, note: bytes, until: float) -> tuple[ColdStatus, bytearray]:
+    def _purge_space(self, space: bytes, until: float) -> ColdPurge: ...
+
+    @abstractmethod
+    def _put_note(self, space: bytes, note: bytes, value: bytes, until: float) -> ColdStatus: ...
+
+    @abstractmethod
+    def _get_note(self, space: bytes, note: bytes, until: float) -> tuple[ColdStatus, bytearray]:
         """The status, and the bytes where it is OK."""
 
     @abstractmethod

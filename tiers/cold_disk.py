@@ -29,7 +29,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .cold import ColdStatus, RecordTier, StatusArray
+from .cold import ColdPurge, ColdStatus, RecordTier, StatusArray
 from .errors import ConfigError, IntegrityError
 from .record import HEADER_BYTES, NOTE_SPACE, Part, RecordCodec, Verdict
 from .settings import MOST_BYTES, expect_flag, expect_integer, expect_path
@@ -51,6 +51,8 @@ of a file system has."""
 _UNFINISHED_NAME: Final = re.compile(r"[0-9]+\.unfinished")
 _FILE_LIMIT: Final = (1 << 32) - 1
 _NOTE_LIMIT: Final = 4 << 20
+_FOLDER_CHARACTERS: Final = 3
+"""Of a record's name, before the space."""
 _GRAIN: Final = 4096
 _LANES: Final = 4
 _STAMP_SECONDS: Final = 600.0
@@ -228,16 +230,37 @@ class DiskColdTier(RecordTier):
             removed += self._delete(self._name(space, prefix_hash))
         return removed
 
-    def _put_note(self, note: bytes, value: bytes, until: float) -> ColdStatus:
-        return self._put(NOTE_SPACE, note, memoryview(value), replace=True)
+    def _purge_blocks(self, space: bytes, hashes: Sequence[bytes], nbytes: int, until: float) -> ColdPurge:
+        return self._purge([self._name(space, prefix_hash) for prefix_hash in hashes], until)
 
-    def _get_note(self, note: bytes, until: float) -> tuple[ColdStatus, bytearray]:
+    def _purge_space(self, space: bytes, until: float) -> ColdPurge:
+        """Also what was sealed with another secret."""
+        digits = space.hex()
+        with self._lock:
+            names = [name for name in self._index if name.startswith(digits, _FOLDER_CHARACTERS)]
+        return self._purge(names, until)
+
+    def _purge(self, names: Sequence[str], until: float) -> ColdPurge:
+        removed, status = 0, ColdStatus.OK
+        for name in names:
+            if time.monotonic() >= until:
+                return ColdPurge(removed, ColdStatus.LATE)
+            was_there, gone = self._remove(name)
+            removed += was_there
+            if not gone:
+                status = ColdStatus.UNAVAILABLE
+        return ColdPurge(removed, status)
+
+    def _put_note(self, space: bytes, note: bytes, value: bytes, until: float) -> ColdStatus:
+        return self._put(space, note, memoryview(value), replace=True)
+
+    def _get_note(self, space: bytes, note: bytes, until: float) -> tuple[ColdStatus, bytearray]:
         try:
-            size = os.stat(self._path(self._name(NOTE_SPACE, note))).st_size - HEADER_BYTES
+            size = os.stat(self._path(self._name(space, note))).st_size - HEADER_BYTES
         except OSError:
             size = 0  # then reading it says what is wrong
         value = bytearray(min(max(size, 0), _NOTE_LIMIT))
-        return self._get(NOTE_SPACE, note, memoryview(value)), value
+        return self._get(space, note, memoryview(value)), value
 
     def _delete_note(self, note: bytes, until: float) -> bool:
         return self._delete(self._name(NOTE_SPACE, note))
@@ -417,21 +440,27 @@ class DiskColdTier(RecordTier):
 
     def _delete(self, name: str, entry: _Entry | None = None) -> bool:
         """Remove a record (only if it still is this one); whether it was there."""
+        return self._remove(name, entry)[0]
+
+    def _remove(self, name: str, entry: _Entry | None = None) -> tuple[bool, bool]:
+        """Remove a record (only if it still is this one); whether it was there, and whether it is gone.
+
+        Bytes that stay go when the tier is next opened.
+        """
         call = _Call()
         try:
             with self._moved:
                 while (found := self._index.get(name)) is not None and name in self._moving:
                     self._moved.wait()  # it is being replaced
                 if found is None or (entry is not None and found is not entry):
-                    return False
+                    return False, True
                 self._drop(name, call)
             moved = self._move_aside([name], call)
         finally:
             with self._moved:
                 self._end_moves(call)
-        for aside in moved:
-            _discard(aside)
-        return True
+        gone = [_discard(aside) for aside in moved]
+        return True, all(gone) and not os.path.lexists(self._path(name))
 
     def _write(self, path: str, header: bytes, body: memoryview) -> None:
         with _opened(path, os.O_WRONLY | os.O_CREAT) as file:
@@ -511,9 +540,15 @@ class DiskColdTier(RecordTier):
                 os.utime(self._path(name), (now, now))
 
 
-def _discard(path: str) -> None:
-    with suppress(OSError):  # what is left under this name goes when the tier is next opened
+def _discard(path: str) -> bool:
+    """Remove a file; whether it is gone. What is left under this name goes when the tier is next opened."""
+    try:
         os.unlink(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _room(size: int) -> int:

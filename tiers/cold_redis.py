@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from .cold import LONGEST_DEADLINE, ColdStatus, RecordTier, StatusArray
+from .cold import LONGEST_DEADLINE, ColdPurge, ColdStatus, RecordTier, StatusArray
 from .errors import ClosedError, ColdTierUnavailableError, ConfigError
 from .record import DEFAULT_VALUE_BYTES, HEADER_BYTES, NOTE_SPACE, Part, RecordCodec, Verdict
-from .redis_fleet import URL_SETTING, Address, Fleet, Redirect, Server
+from .redis_fleet import CLUSTER_SLOTS, URL_SETTING, Address, Fleet, Redirect, Server
 from .redis_wire import CONNECT_ERRORS, Reply, ReplyError, Wire, describe, pack
 from .settings import expect_integer, expect_seconds
 
@@ -59,6 +59,8 @@ one."""
 _SEND_BYTES: Final = 128 << 10
 """Smaller values go out together, up to about this much in one call."""
 _CALL_CHUNK: Final = 1024
+_SCAN_KEYS: Final = 1000
+"""That a server looks at in one go: others wait for it meanwhile."""
 _STATUS_OF_ERROR: Final = {"OOM": _FULL, "WRONGTYPE": _CORRUPT}
 
 # KEYS[1] is deleted only while it still is the value that failed: same length, same beginning.
@@ -382,16 +384,85 @@ class RedisColdTier(RecordTier):
         replies = self._call_each(commands, until, numbers=True)
         return sum(1 for reply in replies if isinstance(reply, int) and reply > 0)
 
-    def _put_note(self, note: bytes, value: bytes, until: float) -> ColdStatus:
-        key, slot = self._place(NOTE_SPACE, note)
-        (part,) = self._codec.split(NOTE_SPACE, note, len(value))
+    def _purge_blocks(self, space: bytes, hashes: Sequence[bytes], nbytes: int, until: float) -> ColdPurge:
+        """Every part that a record of so many bytes has, whichever of them are still there."""
+        commands = []
+        for prefix_hash in hashes:
+            key, slot = self._place(space, prefix_hash)
+            parts = range(len(self._codec.split(space, prefix_hash, nbytes)))
+            commands.append((slot, pack(b"DEL", *(b"%s:%d" % (key, index) for index in parts))))
+        return self._purge(commands, until)
+
+    def _purge_space(self, space: bytes, until: float) -> ColdPurge:
+        """Also what was sealed with another secret, or was split in another way."""
+        self._fleet.refresh(until)
+        slots = range(CLUSTER_SLOTS) if self._fleet.clustered else range(1)
+        servers = {self._fleet.server_of(slot) for slot in slots}
+        parts: dict[bytes, list[bytes]] = {}
+        status = _OK
+        for server in servers:
+            if server is None:
+                status = _UNAVAILABLE
+                continue
+            try:
+                for key in self._scan(server, self._codec.keys_of(space), until):
+                    parts.setdefault(key.rpartition(b":")[0], []).append(key)
+            except TimeoutError:
+                status = _LATE
+            except (ColdTierUnavailableError, ClosedError):
+                self._fleet.doubt()
+                status = _UNAVAILABLE
+        commands = [(self._fleet.slot(key), pack(b"DEL", *of_key)) for key, of_key in parts.items()]
+        done = self._purge(commands, until)
+        return done if status == _OK else ColdPurge(done.removed, status)
+
+    def _purge(self, commands: list[tuple[int, bytes]], until: float) -> ColdPurge:
+        """Send DELs, one for each block, and see what they came to."""
+        replies = self._call_each(commands, until, numbers=True)
+        removed = sum(1 for reply in replies if isinstance(reply, int) and reply > 0)
+        if all(isinstance(reply, int) for reply in replies):
+            return ColdPurge(removed, _OK)
+        return ColdPurge(removed, _LATE if time.monotonic() >= until else _UNAVAILABLE)
+
+    def _scan(self, server: Server, pattern: bytes, until: float) -> Iterator[bytes]:
+        """The keys of one server that are like this; some may come twice.
+
+        Raises:
+            ColdTierUnavailableError: the server is down, or refuses.
+            TimeoutError: it was not through in time.
+        """
+        cursor = b"0"
+        while True:
+            wire = server.acquire(until, [pattern])
+            if wire is None:
+                return
+            try:
+                reply = wire.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _SCAN_KEYS)
+            except TimeoutError:
+                server.discard(wire)
+                raise
+            except BaseException:
+                server.discard(wire, stale=True)
+                raise
+            server.release(wire)
+            match reply:
+                case [bytes() as cursor, list() as keys] if all(isinstance(key, bytes) for key in keys):
+                    yield from keys
+                case _:
+                    raise ColdTierUnavailableError(f"answers SCAN with {reply!r:.80}")
+            if cursor == b"0":
+                return
+
+    def _put_note(self, space: bytes, note: bytes, value: bytes, until: float) -> ColdStatus:
+        key, slot = self._place(space, note)
+        (part,) = self._codec.split(space, note, len(value))
         write_id = self._codec.new_write_id()
         operation = _Put(slot, key + b":0", self._codec, part, memoryview(value), write_id, self._ttl)
         self._carry_out([operation], until)
         return operation.status
 
-    def _get_note(self, note: bytes, until: float) -> tuple[ColdStatus, bytearray]:
-        key, slot = self._place(NOTE_SPACE, note)
+    def _get_note(self, space: bytes, note: bytes, until: float) -> tuple[ColdStatus, bytearray]:
+        key, slot = self._place(space, note)
         # Its length is not known beforehand: look, then fetch; again if it changed in between.
         operation: _Get | None = None
         status = _MISS
@@ -407,7 +478,7 @@ class RedisColdTier(RecordTier):
                 status = _MISS
                 break
             value = bytearray(min(max(0, length - HEADER_BYTES), self._codec.value_bytes - HEADER_BYTES))
-            part = Part(NOTE_SPACE, note, len(value), 0, 1, 0, len(value))
+            part = Part(space, note, len(value), 0, 1, 0, len(value))
             operation = _Get(slot, key + b":0", self._codec, part, memoryview(value), self._codec.value_bytes)
             self._carry_out([operation], until)
             status = operation.status

@@ -6,6 +6,7 @@
     ├── ConfigError            a setting has a wrong value; the message names the setting
     ├── LayoutError            bytes of one KV layout meant for another
     ├── CapacityError          a tier has no room for what was asked
+    │   └── QuotaError                 there is room, but not within the tenant's quota
     ├── MemoryUnavailableError memory for an arena is not to be had on this machine
     ├── StaleHandleError       a slot was granted again since the handle was made
     ├── ClosedError            used after close()
@@ -17,6 +18,7 @@
     ├── ServiceError           the sidecar did not do what was asked
     │   ├── ServiceUnavailableError    it cannot be reached, or did not answer in time
     │   ├── AccessDeniedError          it does not let this client in
+    │   ├── CommandError               an engine behind it did not do what it was told
     │   └── ProtocolError              bytes that are no frame of the protocol, or another version's
     ├── KernelError            arguments that a kernel cannot run on
     ├── ModelError             a model that cannot be read, or is of an unknown kind
@@ -35,6 +37,7 @@ __all__ = [
     "ColdTierError",
     "ColdTierFullError",
     "ColdTierUnavailableError",
+    "CommandError",
     "ConfigError",
     "IntegrityError",
     "KVPagerError",
@@ -44,6 +47,7 @@ __all__ = [
     "ModelError",
     "NotInPlaceError",
     "ProtocolError",
+    "QuotaError",
     "RecordError",
     "RequestError",
     "ServiceError",
@@ -75,6 +79,10 @@ class LayoutError(KVPagerError):
 
 class CapacityError(KVPagerError):
     """A tier has no room for what was asked."""
+
+
+class QuotaError(CapacityError):
+    """A tenant's quota has no room for what was asked, and nothing of the tenant's own may go for it."""
 
 
 class MemoryUnavailableError(KVPagerError):
@@ -119,6 +127,10 @@ class ServiceUnavailableError(ServiceError):
 
 class AccessDeniedError(ServiceError):
     """The sidecar does not let this client in."""
+
+
+class CommandError(ServiceError):
+    """No engine holds the session that a command is about, or it refused, or did not answer in time."""
 
 
 class ProtocolError(ServiceError):

@@ -197,6 +197,10 @@ class RecordCodec:
             prefix_hash.hex().encode(),
         )
 
+    def keys_of(self, space: bytes) -> bytes:
+        """What all keys of a space are like, whatever secret seals them: a pattern of Redis' MATCH."""
+        return b"kvp:%d:*:{%s*" % (FORMAT_VERSION, space.hex().encode())
+
     def encode(self, part: Part, payload: memoryview, write_id: int) -> tuple[bytes, memoryview]:
         """Header (96 bytes) and body of one part.
 

@@ -72,6 +72,8 @@ class SectionKind(enum.IntEnum):
     """A client group's processes."""
     CLAIMS = 3
     """What one client holds of one space."""
+    BARRED = 4
+    """What of one space the cold tier was to remove and did not yet."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ _LAST_DATABASE: Final = (1 << 31) - 1
 _STALL_SECONDS: Final = 0.1
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 2.0
-_SLOTS: Final = 16384
+CLUSTER_SLOTS: Final = 16384
 
 
 class Server:
@@ -231,7 +231,9 @@ class Redirect:
         if words[0] not in ("MOVED", "ASK") or len(words) != 3:
             return None
         host, _, port = words[2].rpartition(":")
-        if not (words[1].isdecimal() and port.isdecimal() and int(words[1]) < _SLOTS and int(port) < 65536):
+        if not (
+            words[1].isdecimal() and port.isdecimal() and int(words[1]) < CLUSTER_SLOTS and int(port) < 65536
+        ):
             return None
         return Redirect(int(words[1]), host, int(port), words[0] == "ASK")
 
@@ -327,13 +329,13 @@ class Fleet:
     def _learn(self, reply: Reply) -> None:
         if not isinstance(reply, list):
             raise ColdTierUnavailableError(f"answers CLUSTER SLOTS with {reply!r}")
-        slots: list[Server | None] = [None] * _SLOTS
+        slots: list[Server | None] = [None] * CLUSTER_SLOTS
         keep = {(self._address.host, self._address.port)}
         for entry in reply:
             match entry:
                 # A node that does not know its own name sends none, and means where it was asked.
                 case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if (
-                    0 <= first <= last < _SLOTS and 0 < port < 65536
+                    0 <= first <= last < CLUSTER_SLOTS and 0 < port < 65536
                 ):
                     where = ((host or b"").decode("ascii", "replace") or self._address.host, port)
                     keep.add(where)

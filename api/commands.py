@@ -1,0 +1,169 @@
+"""The channel between operators and engines: reports come in, commands go out, answers go back.
+
+Used on the sidecar's loop, but for the futures of commands, which threads wait for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final, Protocol
+
+from ..kvstore.control import CommandKind, EngineReport
+from ..tiers.errors import CommandError
+from ..tiers.settings import expect_choice, expect_text
+from .messages import Command, CommandDone, CommandGiven, Report
+
+__all__ = ["Engine", "Engines"]
+
+_MOST_GIVEN: Final = 64
+"""Commands that one engine has not answered."""
+_MOST_REASON: Final = 1024
+
+
+class Engine(Protocol):
+    """A client's connection, as far as commands need it."""
+
+    def send_notice(self, message: CommandGiven) -> None:
+        """Send it; where it cannot be sent, the connection is about to end."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A command that was handed to an engine.
+
+    Args:
+        answer: is set when it answers.
+        until: when nobody waits for that any more, by `time.monotonic`.
+    """
+
+    answer: Future[CommandDone]
+    until: float
+
+
+@dataclass
+class _Known:
+    """What is known of a connected client.
+
+    Attributes:
+        name: what an operator knows it by.
+        about: further facts for operators, as of now.
+        report: the last one, and
+        at: when that came; None where none did.
+        given: commands that it has not answered.
+    """
+
+    name: Callable[[], str]
+    about: Callable[[], dict[str, Any]]
+    report: Report | None = None
+    at: float = 0.0
+    given: dict[int, _Given] = field(default_factory=dict)
+
+
+class Engines:
+    """The clients of a sidecar, as operators see them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Engine, _Known] = {}
+        self._numbers = count(1)
+
+    def come(self, engine: Engine, name: Callable[[], str], about: Callable[[], dict[str, Any]]) -> None:
+        """A client is there."""
+        self._known[engine] = _Known(name, about)
+
+    def go(self, engine: Engine) -> None:
+        """It is gone, its report with it, and what it was asked fails."""
+        known = self._known.pop(engine, None)
+        for given in known.given.values() if known is not None else ():
+            given.answer.set_exception(CommandError("the engine went away before it answered"))
+
+    def keep(self, engine: Engine, report: Report) -> None:
+        """Its last report.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        EngineReport(
+            report.sessions,
+            report.block_bytes,
+            report.device_blocks,
+            report.device_held,
+            report.to_device,
+            report.from_device,
+        )
+        known = self._known[engine]
+        known.report, known.at = report, time.monotonic()
+
+    def listed(self) -> dict[str, Any]:
+        """All clients, by numbers, for operators."""
+        now = time.monotonic()
+        found: dict[str, Any] = {}
+        for at, known in enumerate(self._known.values()):
+            one: dict[str, Any] = {"name": known.name(), **known.about()}
+            if known.report is not None:
+                one["report"] = {**vars(known.report), "age": now - known.at}
+            found[str(at)] = one
+        return found
+
+    def give(self, asked: Command, seconds: float) -> Callable[[], CommandDone]:
+        """Hand a command to the engine that holds the session; returns what waits for its answer.
+
+        Of several that say they hold it, the one that said so last.
+
+        Raises:
+            ConfigError: there is no such kind of command, or no session is named.
+            CommandError: no engine holds it, or that has too much to do.
+        """
+        expect_choice("kind", asked.kind, _KINDS)
+        session = expect_text("session", asked.session)
+        holders = [
+            (known.at, engine)
+            for engine, known in self._known.items()
+            if known.report is not None and session in known.report.sessions
+        ]
+        if not holders:
+            raise CommandError(f"no engine that is connected has reported session {session!r}")
+        engine = max(holders, key=lambda one: one[0])[1]
+        known = self._known[engine]
+        name = known.name()
+        now = time.monotonic()
+        for late in [number for number, given in known.given.items() if given.until < now]:
+            del known.given[late]
+        if len(known.given) >= _MOST_GIVEN:
+            raise CommandError(f"{name} has {_MOST_GIVEN} commands to answer, and is given no more")
+        number = next(self._numbers)
+        answer: Future[CommandDone] = Future()
+        known.given[number] = _Given(answer, now + seconds)
+        engine.send_notice(CommandGiven(number, asked.kind, session, asked.hashes, seconds))
+
+        def wait() -> CommandDone:
+            try:
+                return answer.result(seconds)
+            except FutureTimeoutError as error:
+                # Whoever answers now answers to nobody.
+                raise CommandError(f"{name} did not answer within {seconds:g} seconds") from error
+
+        return wait
+
+    def done(self, engine: Engine, answer: CommandDone) -> None:
+        """An engine answers a command. One that nobody waits for any more is passed over."""
+        given = self._known[engine].given.pop(answer.command, None)
+        if given is None:
+            return
+        if answer.problem:
+            given.answer.set_exception(CommandError(answer.problem[:_MOST_REASON]))
+        else:
+            given.answer.set_result(answer)
+
+    def close(self) -> None:
+        """Nobody will answer any more."""
+        for engine in tuple(self._known):
+            self.go(engine)
+
+
+_KINDS: Final[Collection[str]] = tuple(kind.value for kind in CommandKind)
