@@ -36,14 +36,14 @@ from .processes import Interruptions
 from .remote_access import RemoteAccess, check_token, parse_address, read_token, server_tls
 from .sidecar import Sidecar
 
-__all__ = ["add_parser", "parse_bytes"]
+__all__ = ["TOKEN_VARIABLE", "add_parser", "parse_bytes", "usual_bytes"]
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.ASCII | re.IGNORECASE)
 _UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _HOST_SHARE: Final = 4
 _MOST_DRAIN: Final = 86400.0
 _MOST_UID: Final = (1 << 32) - 2
-_TOKEN: Final = "KVPAGER_TOKEN"
+TOKEN_VARIABLE: Final = "KVPAGER_TOKEN"
 """The environment variable that holds the token where no file does."""
 _NO_FILE: Final = "memory"
 
@@ -109,7 +109,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--token-file",
         metavar="FILE",
-        help=f"what clients over TCP must say, in a file that only its owner can read (default: ${_TOKEN})",
+        help="what clients over TCP must say, in a file that only its owner can read "
+        f"(default: ${TOKEN_VARIABLE})",
     )
     parser.add_argument(
         "--tls-cert", metavar="FILE", help="speak TLS over TCP: the certificate and its chain"
@@ -180,7 +181,7 @@ def _run(options: argparse.Namespace) -> int:
             # What ends it before it is stopped is no reason to lose blocks.
             arena.keep = arena.keep or arena.nbytes > 0
         with interruptions.put_off():
-            host = HostStore(host_bytes or _usual_bytes(arena), cold=cold, arena=arena)
+            host = HostStore(host_bytes or usual_bytes(arena), cold=cold, arena=arena)
             stack.callback(host.close)
         if host.stats.adopted:
             say(f"{host.stats.adopted} blocks were there, and are served")
@@ -222,10 +223,12 @@ def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
     host, port = parse_address("--listen", options.listen)
     if options.token_file is not None:
         token = read_token("--token-file", options.token_file)
-    elif os.environ.get(_TOKEN):
-        token = check_token(_TOKEN, os.environ[_TOKEN])
+    elif os.environ.get(TOKEN_VARIABLE):
+        token = check_token(TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE])
     else:
-        raise ConfigError("--listen", f"needs a token that clients must say: --token-file or ${_TOKEN}")
+        raise ConfigError(
+            "--listen", f"needs a token that clients must say: --token-file or ${TOKEN_VARIABLE}"
+        )
     tls = None
     if options.tls_cert is not None and options.tls_key is not None:
         tls = server_tls(options.tls_cert, options.tls_key)
@@ -235,7 +238,7 @@ def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
     return RemoteAccess(host, port, token, tls, options.insecure)
 
 
-def _usual_bytes(arena: ArenaFile | None) -> int:
+def usual_bytes(arena: ArenaFile | None) -> int:
     """Host memory where nobody says how much: that of the arena that is there, or a share of what is free."""
     if arena is not None and arena.nbytes:
         return arena.nbytes
