@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 _SESSIONS: Final = 20
-_SIDECAR_SESSIONS: Final = 8
+_SIDECAR_SESSIONS: Final = 6
 _MOST_SESSIONS: Final = 10_000
 _MOST_ANSWER_TOKENS: Final = 1024
 

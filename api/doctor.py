@@ -20,7 +20,7 @@ from ..tiers.settings import expect_text
 from .doctor_cold import check_cold
 from .doctor_gpu import check_driver, check_gpu, check_numa
 from .doctor_memory import check_huge_pages, check_memory, check_page_lock, check_shared_memory, memlock_limit
-from .doctor_sidecar import check_arenas, check_sidecar
+from .doctor_sidecar import check_arenas, check_sidecar, held_by_arenas
 from .doctor_software import check_extra, check_packages, check_python, requirements
 from .findings import Finding, Level
 from .remote_access import read_token
@@ -103,8 +103,9 @@ def _look(options: argparse.Namespace) -> Iterator[Finding]:
     yield check_extra(required, "engine", "the engine and the demo")
     yield check_extra(required, "seal", "sealed cold tiers")
     yield from _look_at_gpus(reason, devices)
-    yield check_memory(host_bytes)
-    yield check_shared_memory(host_bytes, folder=folder)
+    held = held_by_arenas(folder)
+    yield check_memory(host_bytes, held_bytes=held)
+    yield check_shared_memory(host_bytes, held_bytes=held, folder=folder)
     yield check_page_lock(memlock_limit(), gpu=0 if devices else None)
     yield check_huge_pages(folder=folder)
     yield from check_arenas(folder, remove=options.remove_orphans)

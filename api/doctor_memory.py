@@ -30,11 +30,14 @@ _SYS: Final = Path("/sys")
 _SHMEM_HUGE: Final = "kernel/mm/transparent_hugepage/shmem_enabled"
 
 
-def check_memory(host_bytes: int, *, proc: Path = _PROC, cgroup: Path = _CGROUP) -> Finding:
+def check_memory(
+    host_bytes: int, *, held_bytes: int = 0, proc: Path = _PROC, cgroup: Path = _CGROUP
+) -> Finding:
     """Whether there is as much memory as is to be given, under every limit of this process.
 
     Args:
         host_bytes: what is to be given.
+        held_bytes: what arenas that are there have of it already.
         proc, cgroup: where procfs and the control groups are mounted.
     """
     limits = memory_limits(proc, cgroup)
@@ -43,7 +46,7 @@ def check_memory(host_bytes: int, *, proc: Path = _PROC, cgroup: Path = _CGROUP)
     found = f"an arena may take {format_bytes(usable)}: {listed}"
     if len(limits) == 1:
         found += "; no control group limits it"
-    if host_bytes > usable:
+    if host_bytes > usable + held_bytes:
         return problem(
             "memory",
             f"{found}; {format_bytes(host_bytes)} is to be given",
@@ -53,11 +56,14 @@ def check_memory(host_bytes: int, *, proc: Path = _PROC, cgroup: Path = _CGROUP)
     return ok("memory", found)
 
 
-def check_shared_memory(host_bytes: int, *, folder: Path = _SHARED_MEMORY, proc: Path = _PROC) -> Finding:
+def check_shared_memory(
+    host_bytes: int, *, held_bytes: int = 0, folder: Path = _SHARED_MEMORY, proc: Path = _PROC
+) -> Finding:
     """Whether the arena's file has room.
 
     Args:
         host_bytes: what is to be given.
+        held_bytes: what arenas that are there have of it already.
         folder: where it lies.
         proc: where procfs is mounted.
     """
@@ -74,7 +80,7 @@ def check_shared_memory(host_bytes: int, *, folder: Path = _SHARED_MEMORY, proc:
     found = f"{kind} of {format_bytes(size)}, {format_bytes(free)} free"
     if not os.access(folder, os.W_OK | os.X_OK) or status.f_flag & os.ST_RDONLY:
         return problem(name, f"{found}, and nothing can be written there", advice)
-    if free < host_bytes:
+    if free + held_bytes < host_bytes:
         return problem(name, f"{found}; {format_bytes(host_bytes)} is to be given", advice)
     if kind not in ("tmpfs", "ramfs", "hugetlbfs", "an unknown file system"):
         return warning(name, f"{found}: blocks are written to a disk in the end", "put the arena on a tmpfs")

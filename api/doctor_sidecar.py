@@ -15,7 +15,7 @@ from .client import connect
 from .findings import Finding, ok, problem, warning
 from .listening import default_socket_path
 
-__all__ = ["check_arenas", "check_sidecar"]
+__all__ = ["check_arenas", "check_sidecar", "held_by_arenas"]
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _TIMEOUT: Final = 2.0
@@ -83,6 +83,14 @@ def check_arenas(folder: Path = _SHARED_MEMORY, *, remove: bool = False) -> list
                 )
             )
     return findings
+
+
+def held_by_arenas(folder: Path = _SHARED_MEMORY) -> int:
+    """Bytes that the arenas in a folder have; 0 where it cannot be read."""
+    try:
+        return sum(arena.held_bytes for arena in find_arenas(folder))
+    except ConfigError:
+        return 0
 
 
 def _removed(path: str, found: str) -> Finding:

@@ -13,12 +13,12 @@ import os
 import re
 import socket
 import ssl
-import stat
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..tiers.errors import ConfigError
 from ..tiers.settings import expect_integer, expect_path, expect_text, expect_type, shown
+from .secret_file import read_secret_file
 
 __all__ = [
     "LEAST_TOKEN",
@@ -168,19 +168,7 @@ def read_token(setting: str, path: str | os.PathLike[str]) -> str:
     Raises:
         ConfigError: the file cannot be read, others than its owner can read it, or it holds no token.
     """
-    path = expect_path(setting, path)
-    try:
-        with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(setting, f"{path} is no file")
-            if stat.S_IMODE(found.st_mode) & 0o077:
-                raise ConfigError(
-                    setting, f"{path} can be read or written by others than its owner: chmod 600 it"
-                )
-            data = file.read(2 * MOST_TOKEN)
-    except OSError as error:
-        raise ConfigError(setting, f"{path} cannot be read: {error.strerror}") from error
+    data = read_secret_file(setting, path)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -34,6 +35,7 @@ from ..tiers.settings import MOST_BYTES, expect_integer, expect_seconds
 from .listening import default_socket_path, refuse_if_taken
 from .processes import Interruptions
 from .remote_access import RemoteAccess, check_token, parse_address, read_token, server_tls
+from .secret_file import read_secret_file
 from .sidecar import Sidecar
 
 __all__ = ["TOKEN_VARIABLE", "add_parser", "parse_bytes", "usual_bytes"]
@@ -45,6 +47,8 @@ _MOST_DRAIN: Final = 86400.0
 _MOST_UID: Final = (1 << 32) - 2
 TOKEN_VARIABLE: Final = "KVPAGER_TOKEN"
 """The environment variable that holds the token where no file does."""
+_COLD_SECRET: Final = "KVPAGER_COLD_SECRET"
+"""The environment variable that holds the cold tier's secret where no file does."""
 _NO_FILE: Final = "memory"
 
 
@@ -93,6 +97,12 @@ def add_parser(commands: Any) -> None:
         "--cold", metavar="URL", help="the cold tier: redis://..., unix://..., disk:///folder (default: none)"
     )
     parser.add_argument("--cold-bytes", metavar="SIZE", help="most bytes of a cold tier on disk")
+    parser.add_argument(
+        "--cold-secret-file",
+        metavar="FILE",
+        help="seal what goes to the cold tier (AES-256-GCM) under the secret in a file that only its owner "
+        f"can read (default: ${_COLD_SECRET}, or not sealed)",
+    )
     parser.add_argument(
         "--allow-uid",
         metavar="N",
@@ -151,6 +161,7 @@ def _run(options: argparse.Namespace) -> int:
     cold_bytes = None if options.cold_bytes is None else parse_bytes("--cold-bytes", options.cold_bytes)
     if cold_bytes is not None and options.cold is None:
         raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
+    secret = _cold_secret(options)
     remote = _remote_of(options)
     if options.arena == _NO_FILE and (options.fresh or options.keep_arena):
         raise ConfigError("--arena", f"{_NO_FILE} is no file that could be left, or be there")
@@ -165,7 +176,7 @@ def _run(options: argparse.Namespace) -> int:
         interruptions = stack.enter_context(Interruptions())
         cold = None
         if options.cold is not None:
-            cold = open_cold_tier(options.cold, capacity_bytes=cold_bytes)
+            cold = open_cold_tier(options.cold, capacity_bytes=cold_bytes, secret=secret)
             stack.callback(cold.close)
         refuse_if_taken(path)
         arena = None
@@ -175,7 +186,7 @@ def _run(options: argparse.Namespace) -> int:
                     default_arena_path(os.fspath(path)) if options.arena is None else options.arena,
                     fresh=options.fresh,
                     keep=options.keep_arena,
-                    cold=options.cold or "",
+                    cold=_cold_name(options.cold, secret),
                 )
                 stack.callback(arena.close)
             # What ends it before it is stopped is no reason to lose blocks.
@@ -206,6 +217,23 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
     return factory
+
+
+def _cold_secret(options: argparse.Namespace) -> bytes | None:
+    """What the cold tier's records are sealed under, if they are."""
+    if options.cold_secret_file is not None:
+        if options.cold is None:
+            raise ConfigError("--cold-secret-file", "is for a cold tier, and --cold names none")
+        return read_secret_file("--cold-secret-file", options.cold_secret_file)
+    # The variable may be there for several sidecars, of which not all have a cold tier.
+    return os.environ.get(_COLD_SECRET, "").encode() or None
+
+
+def _cold_name(cold: str | None, secret: bytes | None) -> str:
+    """Names a cold tier and its key: what was written under another one is not found under this."""
+    if cold is None:
+        return ""
+    return cold if secret is None else f"{cold} {hashlib.blake2b(secret, digest_size=16).hexdigest()}"
 
 
 def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:

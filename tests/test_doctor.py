@@ -15,7 +15,7 @@ from kvpager.api.cli import main
 from kvpager.api.doctor_cold import check_cold
 from kvpager.api.doctor_gpu import check_driver, check_gpu, check_numa
 from kvpager.api.doctor_memory import check_huge_pages, check_memory, check_page_lock, check_shared_memory
-from kvpager.api.doctor_sidecar import check_arenas, check_sidecar
+from kvpager.api.doctor_sidecar import check_arenas, check_sidecar, held_by_arenas
 from kvpager.api.doctor_software import check_extra, check_packages, check_python, requirements
 from kvpager.api.findings import Finding, Level
 from kvpager.kvstore.host import HostStore
@@ -106,6 +106,7 @@ class TestMemory:
         finding = check_memory(12 * GIB, proc=proc, cgroup=tmp_path)
         assert finding.level is Level.PROBLEM
         assert "12.0 GiB is to be given" in finding.found
+        assert check_memory(12 * GIB, held_bytes=4 * GIB, proc=proc, cgroup=tmp_path).level is Level.OK
 
     @pytest.mark.parametrize("version", [1, 2])
     def test_a_control_group_of_either_version_binds(self, tmp_path: Path, version: int) -> None:
@@ -136,6 +137,9 @@ class TestMemory:
         finding = check_shared_memory(1 << 60, folder=tmp_path, proc=proc)
         assert finding.level is Level.PROBLEM
         assert "--shm-size" in finding.advice
+        # What an arena has already need not be free.
+        finding = check_shared_memory(1 << 60, held_bytes=1 << 60, folder=tmp_path, proc=proc)
+        assert finding.level is Level.OK
 
     def test_an_arenas_folder_on_a_disk_is_told(self, tmp_path: Path) -> None:
         proc = mounts(tmp_path / "proc", tmp_path, kind="xfs")
@@ -336,6 +340,11 @@ class TestArenas:
     def test_a_folder_that_cannot_be_read_is_a_problem(self, tmp_path: Path) -> None:
         (finding,) = check_arenas(tmp_path / "none")
         assert finding.level is Level.PROBLEM
+
+    def test_what_arenas_have_is_counted(self, tmp_path: Path) -> None:
+        assert held_by_arenas(tmp_path) == held_by_arenas(tmp_path / "none") == 0
+        path = Path(self.make(tmp_path).path)
+        assert held_by_arenas(tmp_path) > path.stat().st_blocks * 512 > 0
 
 
 class TestSidecar:
