@@ -35,12 +35,14 @@ from .client_shell import (
     Subscriptions,
     core_of,
     flush_ask,
+    follow_arena,
     read_socket,
     stats_ask,
     tell_lost,
     why_not_reached,
 )
 from .client_space import AbsentArena, ClientSpace, Lost
+from .device_maps import DeviceMaps
 from .endpoint import Endpoint, endpoint_of
 from .holdings import Handles
 from .inline_asks import Steps
@@ -130,7 +132,7 @@ class Connection:
     their blocks, and end in the sidecar with the connection.
 
     Attributes:
-        device: None: no GPU has the memory mapped.
+        device: the GPU that the memory is mapped for (`map_device`), or None.
         timeout, strict: as given to `connect`.
     """
 
@@ -150,7 +152,7 @@ class Connection:
         self.timeout = expect_seconds("timeout", timeout, above=True)
         self.strict = expect_flag("strict", strict)
         self.core = core_of(self._endpoint, name, group, on_lost)
-        self.device: str | None = None
+        self._maps = DeviceMaps()
         self.mover = HostMover()
         self._on_lost = on_lost
         self._events = EventStream()
@@ -225,6 +227,27 @@ class Connection:
         """
         return self.ask(stats_ask())
 
+    def map_device(self, device: str | None = None) -> None:
+        """Have the sidecar's memory page-locked and mapped for a GPU of this process, in the background.
+
+        From then on `device` names it, and a space's `readable_in_place` says which slots it may read and
+        write: at their `addresses` plus `device_delta`. Extents follow as the sidecar makes them, 0.5 s a
+        GiB; memory that takes the place of a lost sidecar's is mapped likewise. It ends with `close`, before
+        which no copy or kernel may still be using it.
+
+        Args:
+            device: ``cuda`` or ``cuda:N``; None: ``cuda:0``.
+
+        Raises:
+            ConfigError: no CUDA driver answers, cuda-python is not installed, ``device`` is no GPU, or the
+                memory is mapped for another one.
+            KVPagerError: there is no such GPU.
+            NotInPlaceError: the sidecar was reached over TCP.
+            ClosedError: the connection was closed.
+        """
+        self._check_open()
+        self._maps.map(self.core.arena, device)
+
     def close(self, *, drain: float = 0.0) -> None:
         """Release what is held and end the connection. Idempotent. The sidecar goes on.
 
@@ -248,6 +271,7 @@ class Connection:
             os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._maps.close()
         self.mover.close()
 
     def __enter__(self) -> Connection:
@@ -264,6 +288,11 @@ class Connection:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closing.is_set()
+
+    @property
+    def device(self) -> str | None:
+        """The GPU that the memory is mapped for, ``cuda:N``; None before `map_device`."""
+        return self._maps.device
 
     @property
     def in_place(self) -> bool:
@@ -568,6 +597,9 @@ class Connection:
             if self.core.ready and not was_ready:
                 self._refused = None
                 self._changed.notify_all()
+            arena = self.core.arena
+            used = self.core.arenas_in_use() if self._maps.device is not None else []
+        follow_arena(self._maps, arena, used)
         self._tell(events, losses)
 
     def _tell(self, events: list[BlockEvent], losses: list[Lost]) -> None:

@@ -244,6 +244,10 @@ class ClientCore:
         events, self._events = self._events, []
         return events
 
+    def arenas_in_use(self) -> list[Arena | AbsentArena]:
+        """The memories that spaces have slots in."""
+        return [space.arena for space in self._spaces.values()]
+
     def take_losses(self) -> list[Lost]:
         """What was lost since."""
         losses, self._new_losses = self._new_losses, []

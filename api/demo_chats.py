@@ -15,7 +15,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -165,10 +165,11 @@ def on_sidecar(
     blocks = _blocks_of_all(settings, loaded, layout, _documents(), talks)
     device_blocks = max(int(blocks * _DEVICE_SHARE), 2 * layout.blocks_for(longest))
     chats = Chats(talks, device_blocks, 0, first_chat)
-    with (
-        connect(socket, name=name) as pool,
-        LLM(loaded, device_blocks=device_blocks, host=pool, max_sequences=_RUNNING) as llm,
-    ):
+    with connect(socket, name=name) as pool, ExitStack() as ending:
+        if loaded.model.device.type == "cuda":
+            pool.map_device(str(loaded.model.device))
+        llm = LLM(loaded, device_blocks=device_blocks, host=pool, max_sequences=_RUNNING)
+        ending.enter_context(llm)
         _take_turns(llm, settings, chats, (turn,), f"{name}, turn {{}}", quiet)
         llm.close(drain=60.0)
     return chats
