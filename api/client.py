@@ -13,10 +13,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Final, Generic, TypeVar, cast
 
+from ..kvstore.calls import LostListener
 from ..kvstore.events import BlockEvent, EventStream, Listener
 from ..tiers.errors import (
     ClosedError,
@@ -155,6 +156,7 @@ class Connection:
         self._maps = DeviceMaps()
         self.mover = HostMover()
         self._on_lost = on_lost
+        self._losers: list[LostListener] = []
         self._events = EventStream()
         self._subscriptions = Subscriptions(self._events, self._listen)
         self._lock = threading.Lock()
@@ -210,6 +212,21 @@ class Connection:
         """
         self._check_open()
         return self._subscriptions.add(listener)
+
+    def subscribe_lost(self, listener: LostListener) -> Callable[[], None]:
+        """Call `listener`, in the connection's thread, with leases that the sidecar does not have any more
+        though its memory is the same: their slots may hold other blocks. Returns how to end it.
+
+        For a `TieredStore`; `on_lost` of `connect` is told of all that is lost. It may only take note: no
+        call of the connection goes on meanwhile.
+        """
+        self._losers.append(listener)
+
+        def end() -> None:
+            with suppress(ValueError):  # ended before
+                self._losers.remove(listener)
+
+        return end
 
     def flush(self, deadline: float = 30.0) -> int:
         """Have the sidecar write what its cold tier has no copy of; how many blocks still have none.
@@ -592,6 +609,10 @@ class Connection:
             else:
                 self.core.received(came, fds)
             events, losses = self.core.take_events(), self.core.take_losses()
+            # Before any other call can be made: slots may come to be leased again, with other blocks.
+            for lost in losses:
+                for listener in () if lost.readable else tuple(self._losers):
+                    listener(lost.space, lost.leased.slots, lost.leased.generations)
             while fds and self.core.ready:
                 os.close(fds.pop())
             if self.core.ready and not was_ready:

@@ -30,17 +30,19 @@ class Lost:
     """What is no longer held of a space though nobody released it. Its memory may come to hold other blocks.
 
     Where the sidecar's memory went with it, views and addresses of these slots stay readable until they are
-    released, and the space finds and keeps nothing until all of them are.
+    released, and the space finds and keeps nothing until all of them are (`readable`).
 
     Args:
         space: the 16-byte id of the space.
         leased: slots and generations that were leased.
         reserved: those that were reserved and not committed.
+        readable: what was leased can still be read, as the memory went with the sidecar and is nobody else's.
     """
 
     space: bytes
     leased: Handles
     reserved: Handles
+    readable: bool = False
 
 
 class Arena:
