@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import kvpager
 import numpy as np
 import pytest
+from kvpager.api.client import Connection
 from kvpager.api.messages import Count, Evict, Release
 from kvpager.kvstore.handles import Generations
 from kvpager.kvstore.policy import Ids
@@ -23,6 +24,7 @@ from kvpager.tests.raw_client import RawClient, await_true
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tests.test_store import LAYOUT, PROMPT, ROOT, Engine, HeldMover, array
 from kvpager.tiers.errors import ConfigError
+from kvpager.tiers.layout import KVLayout
 
 if TYPE_CHECKING:
     from kvpager.tests.engine_cases import Case
@@ -272,21 +274,27 @@ def test_a_dead_sidecar_costs_hits_and_a_fresh_one_is_used_when_nothing_of_the_o
         check_nothing_is_held(one)
 
 
-def lose_leases(serving: ServeProcess, one: AttachedEngine, slots: Ids, generations: Generations) -> None:
+def lose_leases(
+    serving: ServeProcess,
+    client: Connection,
+    slots: Ids,
+    generations: Generations,
+    layout: KVLayout = LAYOUT,
+) -> None:
     """The sidecar has these leases no more, and a new connection finds it out; its memory stays the same."""
     other = RawClient(serving.path, GROUP)
     try:
-        space = other.open(LAYOUT)
+        space = other.open(layout)
         other.call(Release(space, slots, generations))
         # Else the leases are taken again.
         assert other.call(Evict(space, 100), Count).count >= len(slots)
     finally:
         other.close()
     serving.kill()
-    await_true(lambda: not one.client.ready)
+    await_true(lambda: not client.ready)
     serving.start()
-    one.client.wait_ready(30)
-    await_true(lambda: bool(one.client.lost))
+    client.wait_ready(30)
+    assert client.lost
 
 
 def test_rows_whose_leases_were_lost_are_told_and_computed_again(serving: ServeProcess) -> None:
@@ -301,7 +309,7 @@ def test_rows_whose_leases_were_lost_are_told_and_computed_again(serving: ServeP
         words = one.store.table.row(rows[0])
         assert one.store._far is not None
         slots = one.store._far.slots_at(words)
-        lose_leases(serving, one, slots[1:2], one.store._far.generations(slots[1:2]))
+        lose_leases(serving, one.client, slots[1:2], one.store._far.generations(slots[1:2]))
         (lost,) = one.client.lost
         assert not lost.readable
         one.store.poll()
@@ -392,3 +400,35 @@ def test_a_second_engine_answers_from_the_first_ones_kv(serving: ServeProcess, l
         assert (counts["leased"], counts["reserved"]) == (0, 0)
         with pytest.raises(ConfigError, match="host_bytes"):
             LLM(llama.loaded, device="cpu", host=client, host_bytes=1 << 20)
+
+
+def test_an_engine_computes_again_what_was_lost_and_answers_the_same(
+    serving: ServeProcess, llama: Case
+) -> None:
+    from kvpager.engine.llm import LLM
+    from kvpager.tests.engine_cases import GREEDY
+
+    if llama.device != "cpu":
+        pytest.skip("steps are looked at on a CPU")
+    prompt, truth = llama.prompts[5], llama.truth[5]
+    with (
+        kvpager.connect(serving.path, timeout=TIMEOUT, group=GROUP) as client,
+        LLM(llama.loaded, device="cpu", block_size=8, device_blocks=160, host=client) as llm,
+    ):
+        sequence = llm.submit(prompt, GREEDY)
+        for _ in range(3):
+            llm.step()
+        llm.store.flush()
+        row = sequence.row
+        assert row is not None
+        assert llm.store.spill(row, 4) == 4
+        far = llm.store._far
+        assert far is not None
+        slots = far.slots_at(llm.store.table.row(row)[:4])
+        lose_leases(serving, client, slots, far.generations(slots), llm.layout)
+        while len(llm.scheduler):
+            llm.step()
+        answer = llm.completion(sequence)
+        assert answer.token_ids == truth
+        assert answer.preemptions == 1
+        llm.store.check_integrity()
