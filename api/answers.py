@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from .. import __version__
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
 from ..kvstore.hashing import space_id
 from ..kvstore.host import HostStore
@@ -564,7 +565,7 @@ class Answers:
         values: dict[str, Any] = {
             "host": self._host.stats.snapshot(),
             "arena": asdict(self._host.arena.stats()),
-            "sidecar": {**asdict(self._service.counters), **self._counts()},
+            "sidecar": {**asdict(self._service.counters), **self._counts(), "version": __version__},
             "tenants": {
                 name: values
                 for name, values in self._host.tenants().items()

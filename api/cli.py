@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..tiers.errors import KVPagerError
 from .demo import add_parser as add_demo
+from .doctor import add_parser as add_doctor
 from .serve import add_parser as add_serve
 
 __all__ = ["main"]
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     add_demo(commands)
     add_serve(commands)
+    add_doctor(commands)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:

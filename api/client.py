@@ -13,10 +13,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Final, Generic, TypeVar, cast
 
+from ..kvstore.calls import LostListener
 from ..kvstore.control import EngineReport
 from ..kvstore.events import BlockEvent, EventStream, Listener
 from ..kvstore.tenants import check_tenant
@@ -38,6 +39,7 @@ from .client_shell import (
     Subscriptions,
     core_of,
     flush_ask,
+    follow_arena,
     purge_tenant_ask,
     read_socket,
     stats_ask,
@@ -45,6 +47,7 @@ from .client_shell import (
     why_not_reached,
 )
 from .client_space import AbsentArena, ClientSpace, Lost
+from .device_maps import DeviceMaps
 from .endpoint import Endpoint, endpoint_of
 from .holdings import Handles
 from .inline_asks import Steps
@@ -145,7 +148,7 @@ class Connection:
     their blocks, and end in the sidecar with the connection.
 
     Attributes:
-        device: None: no GPU has the memory mapped.
+        device: the GPU that the memory is mapped for (`map_device`), or None.
         timeout, strict, tenant: as given to `connect`.
     """
 
@@ -167,9 +170,10 @@ class Connection:
         self.timeout = expect_seconds("timeout", timeout, above=True)
         self.strict = expect_flag("strict", strict)
         self.core = core_of(self._endpoint, name, group, on_lost)
-        self.device: str | None = None
+        self._maps = DeviceMaps()
         self.mover = HostMover()
         self._on_lost = on_lost
+        self._losers: list[LostListener] = []
         self._events = EventStream()
         self._subscriptions = Subscriptions(self._events, self._listen)
         self._commands = CommandListeners(self._answer_command)
@@ -226,6 +230,21 @@ class Connection:
         """
         self._check_open()
         return self._subscriptions.add(listener)
+
+    def subscribe_lost(self, listener: LostListener) -> Callable[[], None]:
+        """Call `listener`, in the connection's thread, with leases that the sidecar does not have any more
+        though its memory is the same: their slots may hold other blocks. Returns how to end it.
+
+        For a `TieredStore`; `on_lost` of `connect` is told of all that is lost. It may only take note: no
+        call of the connection goes on meanwhile.
+        """
+        self._losers.append(listener)
+
+        def end() -> None:
+            with suppress(ValueError):  # ended before
+                self._losers.remove(listener)
+
+        return end
 
     def flush(self, deadline: float = 30.0) -> int:
         """Have the sidecar write what its cold tier has no copy of; how many blocks still have none.
@@ -316,6 +335,27 @@ class Connection:
         self._check_open()
         return self._commands.listen(listener)
 
+    def map_device(self, device: str | None = None) -> None:
+        """Have the sidecar's memory page-locked and mapped for a GPU of this process, in the background.
+
+        From then on `device` names it, and a space's `readable_in_place` says which slots it may read and
+        write: at their `addresses` plus `device_delta`. Extents follow as the sidecar makes them, 0.5 s a
+        GiB; memory that takes the place of a lost sidecar's is mapped likewise. It ends with `close`, before
+        which no copy or kernel may still be using it.
+
+        Args:
+            device: ``cuda`` or ``cuda:N``; None: ``cuda:0``.
+
+        Raises:
+            ConfigError: no CUDA driver answers, cuda-python is not installed, ``device`` is no GPU, or the
+                memory is mapped for another one.
+            KVPagerError: there is no such GPU.
+            NotInPlaceError: the sidecar was reached over TCP.
+            ClosedError: the connection was closed.
+        """
+        self._check_open()
+        self._maps.map(self.core.arena, device)
+
     def close(self, *, drain: float = 0.0) -> None:
         """Release what is held and end the connection. Idempotent. The sidecar goes on.
 
@@ -339,6 +379,7 @@ class Connection:
             os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._maps.close()
         self.mover.close()
 
     def __enter__(self) -> Connection:
@@ -355,6 +396,11 @@ class Connection:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closing.is_set()
+
+    @property
+    def device(self) -> str | None:
+        """The GPU that the memory is mapped for, ``cuda:N``; None before `map_device`."""
+        return self._maps.device
 
     @property
     def in_place(self) -> bool:
@@ -661,11 +707,18 @@ class Connection:
                 self.core.received(came, fds)
             events, losses = self.core.take_events(), self.core.take_losses()
             commands = self.core.take_commands()
+            # Before any other call can be made: slots may come to be leased again, with other blocks.
+            for lost in losses:
+                for listener in () if lost.readable else tuple(self._losers):
+                    listener(lost.space, lost.leased.slots, lost.leased.generations)
             while fds and self.core.ready:
                 os.close(fds.pop())
             if self.core.ready and not was_ready:
                 self._refused = None
                 self._changed.notify_all()
+            arena = self.core.arena
+            used = self.core.arenas_in_use() if self._maps.device is not None else []
+        follow_arena(self._maps, arena, used)
         self._tell(events, losses)
         self._commands.tell(commands)
 

@@ -47,14 +47,16 @@ from .client_shell import (
     Subscriptions,
     core_of,
     flush_ask,
+    follow_arena,
     purge_tenant_ask,
     read_socket,
     stats_ask,
     tell_lost,
     why_not_reached,
 )
-from .client_space import AbsentArena, ClientSpace, Lost, not_here
+from .client_space import AbsentArena, ClientSpace, Lost, device_delta, not_here, readable_in_place
 from .copies import BufferedReservation, CopiedLease, fill_buffer, read_copies, rows_of
+from .device_maps import DeviceMaps
 from .endpoint import Endpoint, endpoint_of
 from .holdings import Handles
 from .inline_asks import InlineAsks, Steps
@@ -126,6 +128,7 @@ class AsyncConnection:
         self.timeout = expect_seconds("timeout", timeout, above=True)
         self.strict = expect_flag("strict", strict)
         self.core = core_of(self._endpoint, name, group, on_lost)
+        self._maps = DeviceMaps()
         self.mover = HostMover()
         self.closed = False
         self._on_lost = on_lost
@@ -199,6 +202,12 @@ class AsyncConnection:
         self.check_open()
         return self._commands.listen(listener)
 
+    async def map_device(self, device: str | None = None) -> None:
+        """Have the sidecar's memory mapped for a GPU, in the background. See `Connection.map_device`."""
+        self.check_open()
+        # Making ready to use the driver takes a moment.
+        await asyncio.to_thread(self._maps.map, self.core.arena, device)
+
     async def close(self) -> None:
         """Release what is held and end the connection. Idempotent. See `Connection.close`."""
         if self.closed:
@@ -210,6 +219,7 @@ class AsyncConnection:
         await asyncio.wait([self._task])
         self.core.disconnected(ClosedError("the connection to the sidecar was closed"))
         self._changed.set()
+        await asyncio.to_thread(self._maps.close)
         self.mover.close()
 
     async def __aenter__(self) -> AsyncConnection:
@@ -219,6 +229,11 @@ class AsyncConnection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    @property
+    def device(self) -> str | None:
+        """The GPU that the memory is mapped for. See `Connection.device`."""
+        return self._maps.device
 
     @property
     def in_place(self) -> bool:
@@ -455,6 +470,8 @@ class AsyncConnection:
             self._changed.set()
             while fds:
                 os.close(fds.pop())
+        if self._maps.device is not None:
+            follow_arena(self._maps, self.core.arena, self.core.arenas_in_use())
         for event in self.core.take_events():
             self._events.emit(event.kind, event.tier, event.space, event.hashes)
         for lost in self.core.take_losses():
@@ -483,6 +500,20 @@ class AsyncSpace(SlotPlaces):
         self._space = space
         self._asks = SpaceAsks(connection.core, space, self)
         self._commits: set[asyncio.Task[None]] = set()
+
+    @property
+    def device_delta(self) -> int:
+        """What to add to `addresses` on a GPU, bytes. See `RemoteSpace.device_delta`."""
+        return device_delta(self._space)
+
+    def readable_in_place(self, slots: Ids) -> npt.NDArray[np.bool_]:
+        """Which slots attention may read where they lie, bool [n]. See `RemoteSpace.readable_in_place`."""
+        self._connection.check_open()
+        return readable_in_place(self._space, self._connection.device, slots)
+
+    async def map_device(self, device: str | None = None) -> None:
+        """See `Connection.map_device`."""
+        await self._connection.map_device(device)
 
     async def match(
         self,

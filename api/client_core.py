@@ -276,6 +276,10 @@ class ClientCore:
         commands, self._commands = self._commands, []
         return commands
 
+    def arenas_in_use(self) -> list[Arena | AbsentArena]:
+        """The memories that spaces have slots in."""
+        return [space.arena for space in self._spaces.values()]
+
     def take_losses(self) -> list[Lost]:
         """What was lost since."""
         losses, self._new_losses = self._new_losses, []
@@ -572,7 +576,7 @@ class ClientCore:
         """The memory that a space's slots are in is no longer the sidecar's."""
         if space.adrift is None:
             claimed = space.held.claim()
-            self._lose(space, claimed)
+            self._lose(space, claimed, readable=True)
             # Nobody will give back what was committed and not answered.
             space.held.end_writing(claimed.handles.where(space.held.committing(claimed.handles)))
         space.adrift = arena
@@ -589,10 +593,10 @@ class ClientCore:
         space.held = Holdings(space.capacity)
         space.number = space.opened
 
-    def _lose(self, space: ClientSpace, claimed: Claimed) -> None:
+    def _lose(self, space: ClientSpace, claimed: Claimed, *, readable: bool = False) -> None:
         if len(claimed.handles):
             leased = claimed.counts > 0
-            lost = Lost(space.id, claimed.handles.where(leased), claimed.handles.where(~leased))
+            lost = Lost(space.id, claimed.handles.where(leased), claimed.handles.where(~leased), readable)
             self.counters.lost += len(claimed.handles)
             self._new_losses.append(lost)
             self.lost = (*self.lost, lost)

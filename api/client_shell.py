@@ -8,7 +8,7 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..kvstore.events import EventStream, Listener
@@ -16,6 +16,7 @@ from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
     AccessDeniedError,
     ConfigError,
+    KVPagerError,
     ProtocolError,
     ServiceUnavailableError,
     TLSError,
@@ -23,7 +24,8 @@ from ..tiers.errors import (
 from ..tiers.settings import expect_bytes, expect_seconds, expect_text, shown
 from .client_calls import Ask, expect
 from .client_core import GROUP_BYTES, ClientCore
-from .client_space import Lost
+from .client_space import AbsentArena, Arena, Lost
+from .device_maps import DeviceMaps
 from .endpoint import Endpoint
 from .messages import Count, Flush, GetStats, Purged, PurgeTenant, Stats
 
@@ -33,6 +35,7 @@ __all__ = [
     "Subscriptions",
     "core_of",
     "flush_ask",
+    "follow_arena",
     "nothing_purged",
     "purge_tenant_ask",
     "read_socket",
@@ -183,6 +186,16 @@ def tell_lost(lost: Lost, listener: Callable[[Lost], None] | None) -> None:
             listener(lost)
         except Exception:  # noqa: BLE001  a listener's fault must not stop the connection
             _log.exception("a listener of lost leases failed")
+
+
+def follow_arena(
+    maps: DeviceMaps, arena: Arena | AbsentArena | None, used: Sequence[Arena | AbsentArena]
+) -> None:
+    """`DeviceMaps.follow`; where the new memory cannot be mapped it is logged, and blocks are copied."""
+    try:
+        maps.follow(arena, used)
+    except KVPagerError as error:
+        _log.warning("the sidecar's new memory is not mapped for %s: %s", maps.device, error)
 
 
 def core_of(

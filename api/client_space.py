@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from ..kvstore.hashing import space_id
-from ..tiers.errors import NotInPlaceError, ProtocolError
+from ..kvstore.policy import Ids
+from ..tiers.driver import device_ordinal
+from ..tiers.errors import ConfigError, NotInPlaceError, ProtocolError
 from ..tiers.layout import KVLayout
+from ..tiers.mapped_arena import MappedArena
 from ..tiers.mapping import SharedMapping
+from ..tiers.settings import expect_array
 from .holdings import Handles, Holdings
 from .messages import OpenSpace
 
-__all__ = ["AbsentArena", "Arena", "ClientSpace", "Lost", "not_here"]
+__all__ = ["AbsentArena", "Arena", "ClientSpace", "Lost", "device_delta", "not_here", "readable_in_place"]
+
+_INT32: Final = np.dtype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -20,17 +30,19 @@ class Lost:
     """What is no longer held of a space though nobody released it. Its memory may come to hold other blocks.
 
     Where the sidecar's memory went with it, views and addresses of these slots stay readable until they are
-    released, and the space finds and keeps nothing until all of them are.
+    released, and the space finds and keeps nothing until all of them are (`readable`).
 
     Args:
         space: the 16-byte id of the space.
         leased: slots and generations that were leased.
         reserved: those that were reserved and not committed.
+        readable: what was leased can still be read, as the memory went with the sidecar and is nobody else's.
     """
 
     space: bytes
     leased: Handles
     reserved: Handles
+    readable: bool = False
 
 
 class Arena:
@@ -39,6 +51,9 @@ class Arena:
     Args:
         fd: its descriptor; stays the caller's.
         nbytes, extent_bytes: as `Welcome` says.
+
+    Attributes:
+        mapped: what page-locks it for a GPU, after `map_device`.
 
     Raises:
         ProtocolError: the descriptor is of something shorter.
@@ -56,6 +71,21 @@ class Arena:
         self.base = mapping.base
         self.bytes = mapping.bytes()
         mapping.release()  # the views keep it
+        self.mapped: MappedArena | None = None
+
+    def map_device(self, device: str) -> None:
+        """Page-lock it for a GPU, ``cuda`` or ``cuda:N``, in the background.
+
+        Raises:
+            ConfigError: no CUDA driver answers, cuda-python is not installed, or ``device`` is no GPU; or it
+                is mapped for another one.
+            KVPagerError: there is no such GPU.
+        """
+        if self.mapped is None:
+            memory = self.bytes[: self.num_extents * self.extent_bytes]
+            self.mapped = MappedArena(memory, self.base, self.extent_bytes, device)
+        elif self.mapped.device != f"cuda:{device_ordinal(device)}":
+            raise ConfigError("device", f"the memory is mapped for {self.mapped.device} already")
 
     @property
     def num_extents(self) -> int:
@@ -154,3 +184,27 @@ class ClientSpace:
             self.shard,
             self.tenant,
         )
+
+
+def device_delta(space: ClientSpace) -> int:
+    """Device address less host address of a space's slots, bytes; 0 where no GPU has them."""
+    arena = space.arena
+    return arena.mapped.device_delta if isinstance(arena, Arena) and arena.mapped is not None else 0
+
+
+def readable_in_place(space: ClientSpace, device: str | None, slots: Ids) -> npt.NDArray[np.bool_]:
+    """bool [n]: which slots the GPU may read where they lie; all of them where ``device`` is None.
+
+    Raises:
+        NotInPlaceError: the memory is not in this process.
+        ConfigError: slots are no integers, or there is no such slot.
+    """
+    slots = expect_array("slots", slots, _INT32)
+    arena = space.arena
+    if isinstance(arena, AbsentArena):
+        raise not_here()
+    if device is None:
+        return np.ones(len(slots), dtype=np.bool_)
+    if arena.mapped is None:  # it took another one's place, and is about to be mapped
+        return np.zeros(len(slots), dtype=np.bool_)
+    return arena.mapped.is_page_locked(slots // (arena.extent_bytes // space.layout.block_bytes))

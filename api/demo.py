@@ -4,6 +4,9 @@ Many more chats than the device tier holds talk about a few documents; host memo
 them together, so blocks reach the cold tier. Then the process ends, and another one answers the next
 question of every chat from the cold tier. At last every prompt is answered once more without any cache,
 and the answers are compared.
+
+With --sidecar the host memory is a sidecar's: one engine takes the first turn of every chat and ends, another
+one goes on from its KV, and then two at once share the chats. Their answers are compared likewise.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import importlib.util
 import inspect
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,12 +26,12 @@ from ..tiers.settings import expect_integer, expect_text
 from .processes import Interruptions
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .demo_chats import Chats, Turn
+    from .demo_chats import Chats
 
 __all__ = ["add_parser"]
 
+_SESSIONS: Final = 20
+_SIDECAR_SESSIONS: Final = 6
 _MOST_SESSIONS: Final = 10_000
 _MOST_ANSWER_TOKENS: Final = 1024
 
@@ -44,11 +47,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--model", default="smollm2", help="a folder, a file, or a name (default: %(default)s)"
     )
-    parser.add_argument("--sessions", type=int, default=20, help="chats (default: %(default)s)")
+    parser.add_argument(
+        "--sessions", type=int, help=f"chats (default: {_SESSIONS}, {_SIDECAR_SESSIONS} with --sidecar)"
+    )
     parser.add_argument(
         "--answer-tokens", type=int, default=16, help="tokens of an answer (default: %(default)s)"
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N (default: %(default)s)")
+    parser.add_argument(
+        "--sidecar", action="store_true", help="engines one after the other, then at once, on one sidecar"
+    )
+    parser.add_argument(
+        "--socket", metavar="PATH", help="with --sidecar: use the one that listens there, with its cold tier"
+    )
     cold = parser.add_mutually_exclusive_group()
     cold.add_argument("--redis", metavar="URL", help="keep the cold tier in this Redis")
     cold.add_argument(
@@ -60,7 +71,19 @@ def add_parser(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     expect_text("--model", options.model)
     expect_text("--device", options.device)
-    expect_integer("--sessions", options.sessions, 1, _MOST_SESSIONS)
+    if options.socket is not None:
+        expect_text("--socket", options.socket)
+        if not options.sidecar:
+            raise ConfigError("--socket", "is a sidecar's, and goes with --sidecar")
+        if options.redis is not None or options.disk is not None:
+            raise ConfigError(
+                "--socket", "its cold tier is its own: --redis and --disk are for one that is started"
+            )
+    sessions = options.sessions
+    if sessions is None:
+        sessions = _SIDECAR_SESSIONS if options.sidecar else _SESSIONS
+    # Two engines share them.
+    sessions = expect_integer("--sessions", sessions, 2 if options.sidecar else 1, _MOST_SESSIONS)
     expect_integer("--answer-tokens", options.answer_tokens, 1, _MOST_ANSWER_TOKENS)
     for package in ("torch", "transformers", "safetensors", "gguf", "rich"):
         if importlib.util.find_spec(package) is None:
@@ -68,14 +91,18 @@ def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from .demo_chats import Settings, first_process, second_process
+    from .demo_report import report
+    from .demo_sidecar import run_on_sidecar
 
     console = Console()
     with Interruptions() as interruptions, _cold_place(options, interruptions) as cold:
-        settings = Settings(options.model, options.device, options.sessions, options.answer_tokens, cold)
+        settings = Settings(options.model, options.device, sessions, options.answer_tokens, cold)
+        if options.sidecar:
+            return run_on_sidecar(console, interruptions, settings, options.socket)
         first: Chats = interruptions.run_apart(first_process, settings)
         console.print("\n[bold]The process has ended; another one starts with empty VRAM and host memory.[/]")
         second: Chats = interruptions.run_apart(second_process, settings, first)
-    return _report(console, first, second)
+    return report(console, first, second)
 
 
 @contextmanager
@@ -95,59 +122,3 @@ def _cold_place(options: argparse.Namespace, interruptions: Interruptions) -> It
             folder = tempfile.mkdtemp(prefix="kvpager-demo-")
             rest.callback(shutil.rmtree, folder)
         yield folder
-
-
-def _report(console: Console, first: Chats, second: Chats) -> int:
-    from rich.table import Table
-
-    turns = [*first.turns, *second.turns]
-    table = Table(title="Prompt tokens, by where their KV came from", title_justify="left")
-    table.add_column("")
-    for title in ("computed", "VRAM", "host", "cold", "reused", "slept", "seconds"):
-        table.add_column(title, justify="right")
-    table.add_row("first process", *_row(first.turns, first.seconds))
-    table.add_row("restarted", *_row(second.turns, second.seconds))
-    prompt_tokens = sum(len(turn.prompt) for turn in turns)
-    table.add_row("no cache", f"{prompt_tokens:,}", "", "", "", "0%", "", f"{second.truth_seconds:.1f}")
-    console.print(table)
-    ttft = Table(title="Time to first token, one prompt at a time", title_justify="left")
-    ttft.add_column("")
-    ttft.add_column("ms", justify="right")
-    ttft.add_column("times faster", justify="right")
-    base = next(iter(second.ttft.values()))
-    for name, seconds in second.ttft.items():
-        ttft.add_row(name, f"{seconds * 1e3:.0f}", f"{base / seconds:.1f}")
-    console.print(ttft)
-    counted = first.counters
-    console.print(
-        f"The first process copied {counted['committed']} blocks to host memory, made room there "
-        f"{counted['evicted']} times, and left {counted['cold_written']} blocks in the cold tier; the second "
-        f"brought {second.counters['cold_loaded']} up from there."
-    )
-    saved = max(first.saved_bytes, second.saved_bytes)
-    console.print(f"Sharing saved {saved / 1e6:.0f} MB at its peak: blocks that several running chats hold.")
-    wrong = sum(turn.answer != answer for turn, answer in zip(turns, second.truth, strict=True))
-    if wrong:
-        console.print(
-            f"[bold red]{wrong} of {len(turns)} answers differ from those computed without cache.[/]"
-        )
-        return 1
-    console.print(
-        f"[bold green]All {len(turns)} answers equal those computed without any cache, token by token.[/]"
-    )
-    return 0
-
-
-def _row(turns: Sequence[Turn], seconds: float) -> list[str]:
-    done = [turn.completion for turn in turns]
-    by_tier = [sum(getattr(one.cached, tier) for one in done) for tier in ("device", "host", "cold")]
-    computed = sum(one.computed for one in done)
-    reused = sum(by_tier) / sum(one.prompt_tokens for one in done)
-    slept = sum(one.preemptions for one in done)
-    return [
-        f"{computed:,}",
-        *(f"{count:,}" for count in by_tier),
-        f"{reused:.0%}",
-        f"{slept}",
-        f"{seconds:.1f}",
-    ]

@@ -15,7 +15,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -31,8 +31,18 @@ from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.cold_url import open_cold_tier
 from ..tiers.errors import ColdTierFullError, ColdTierUnavailableError, KVPagerError
 from ..tiers.layout import KVLayout
+from .client import connect
 
-__all__ = ["Chats", "Settings", "Turn", "first_process", "second_process"]
+__all__ = [
+    "Chats",
+    "Settings",
+    "Turn",
+    "first_process",
+    "first_talks",
+    "on_sidecar",
+    "second_process",
+    "uncached",
+]
 
 Talk = list[dict[str, str]]
 
@@ -84,6 +94,7 @@ class Chats:
         talks: the conversations so far.
         turns: prompts and answers of this process.
         device_blocks, host_blocks: size of the tiers.
+        first_chat: the number of the first of these conversations.
         seconds: spent on the turns.
         saved_bytes: what sharing saved at its peak.
         counters: of both stores, when they were closed.
@@ -95,6 +106,7 @@ class Chats:
     talks: list[Talk]
     device_blocks: int
     host_blocks: int
+    first_chat: int = 0
     turns: list[Turn] = field(default_factory=list)
     seconds: float = 0.0
     saved_bytes: int = 0
@@ -108,12 +120,7 @@ def first_process(settings: Settings) -> Chats:
     """Two turns of every chat; what was computed is left in the cold tier."""
     _try_cold(settings)
     loaded = _load(settings)
-    documents = _documents()
-    talks: list[Talk] = [
-        [{"role": "user", "content": f"{documents[chat % len(documents)]}\n\n{_question(chat, 0)}"}]
-        for chat in range(settings.sessions)
-    ]
-    chats = _size(settings, loaded, documents, talks)
+    chats = _size(settings, loaded, first_talks(settings.sessions))
     with _engine(settings, loaded, chats) as llm:
         _take_turns(llm, settings, chats, (0, 1), "turn {}")
     return chats
@@ -128,6 +135,52 @@ def second_process(settings: Settings, first: Chats) -> Chats:
         _measure_ttft(llm, chats)
     _answer_uncached(settings, loaded, chats, [turn.prompt for turn in (*first.turns, *chats.turns)])
     return chats
+
+
+def first_talks(sessions: int) -> list[Talk]:
+    """Conversations that begin with a document and a question about it."""
+    documents = _documents()
+    return [
+        [{"role": "user", "content": f"{documents[chat % len(documents)]}\n\n{_question(chat, 0)}"}]
+        for chat in range(sessions)
+    ]
+
+
+def on_sidecar(
+    settings: Settings, socket: str, talks: list[Talk], first_chat: int, turn: int, name: str, quiet: bool
+) -> Chats:
+    """One turn of some chats, by an engine whose host memory is a sidecar's.
+
+    Args:
+        socket: the sidecar's.
+        talks: the conversations so far.
+        first_chat: the number of the first of them.
+        turn: which question is asked now, from 0.
+        name: what the engine is called.
+        quiet: show no progress, since another one does.
+    """
+    loaded = _load(settings, quiet)
+    layout = loaded.model.kv_layout(16)
+    longest = max(len(loaded.encode_chat(talk)) for talk in talks)
+    blocks = _blocks_of_all(settings, loaded, layout, _documents(), talks)
+    device_blocks = max(int(blocks * _DEVICE_SHARE), 2 * layout.blocks_for(longest))
+    chats = Chats(talks, device_blocks, 0, first_chat)
+    with connect(socket, name=name) as pool, ExitStack() as ending:
+        if loaded.model.device.type == "cuda":
+            pool.map_device(str(loaded.model.device))
+        llm = LLM(loaded, device_blocks=device_blocks, host=pool, max_sequences=_RUNNING)
+        ending.enter_context(llm)
+        _take_turns(llm, settings, chats, (turn,), f"{name}, turn {{}}", quiet)
+        llm.close(drain=60.0)
+    return chats
+
+
+def uncached(settings: Settings, prompts: list[list[int]]) -> tuple[list[tuple[int, ...]], float]:
+    """Answers to prompts without any cache, and the seconds that they took."""
+    loaded = _load(settings)
+    chats = Chats([], 0, 0)
+    _answer_uncached(settings, loaded, chats, prompts)
+    return chats.truth, chats.truth_seconds
 
 
 def _open_cold(settings: Settings) -> ColdTier:
@@ -159,14 +212,15 @@ def _place(settings: Settings) -> str:
     return settings.cold.replace(f"{parts.password}@", "***@") if parts.password else settings.cold
 
 
-def _load(settings: Settings) -> LoadedModel:
-    with Console().status(f"loading {settings.model}"):
+def _load(settings: Settings, quiet: bool = False) -> LoadedModel:
+    with Console(quiet=quiet).status(f"loading {settings.model}"):
         # float32, so that answers are comparable to the last bit that decides a token.
         return load_model(settings.model, dtype="float32", device=settings.device)
 
 
-def _size(settings: Settings, loaded: LoadedModel, documents: list[str], talks: list[Talk]) -> Chats:
+def _size(settings: Settings, loaded: LoadedModel, talks: list[Talk]) -> Chats:
     """Size the tiers so that all three are needed, and say what a token costs."""
+    documents = _documents()
     layout = loaded.model.kv_layout(16)
     blocks = _blocks_of_all(settings, loaded, layout, documents, talks)
     longest = max(len(loaded.encode_chat(talk)) for talk in talks)
@@ -218,24 +272,26 @@ def _engine(settings: Settings, loaded: LoadedModel, chats: Chats) -> Iterator[L
             chats.counters = {**llm.store.stats.snapshot(), **llm.host.stats.snapshot()}
 
 
-def _take_turns(llm: LLM, settings: Settings, chats: Chats, turns: tuple[int, ...], title: str) -> None:
+def _take_turns(
+    llm: LLM, settings: Settings, chats: Chats, turns: tuple[int, ...], title: str, quiet: bool = False
+) -> None:
     started = time.monotonic()
     for turn in turns:
         if turn:
             for chat, talk in enumerate(chats.talks):
-                talk.append({"role": "user", "content": _question(chat, turn)})
-        _take_turn(llm, settings, chats, title.format(turn + 1))
+                talk.append({"role": "user", "content": _question(chats.first_chat + chat, turn)})
+        _take_turn(llm, settings, chats, title.format(turn + 1), quiet)
     chats.seconds = time.monotonic() - started
 
 
-def _take_turn(llm: LLM, settings: Settings, chats: Chats, title: str) -> None:
+def _take_turn(llm: LLM, settings: Settings, chats: Chats, title: str, quiet: bool) -> None:
     params = SamplingParams(max_tokens=settings.answer_tokens, temperature=0.0)
     sequences = [
-        llm.submit(llm.encode_chat(talk), params, session=f"chat-{chat}")
+        llm.submit(llm.encode_chat(talk), params, session=f"chat-{chats.first_chat + chat}")
         for chat, talk in enumerate(chats.talks)
     ]
     prompts = [sequence.tokens.tolist() for sequence in sequences]
-    with _progress(title, len(sequences)) as advance:
+    with _progress(title, len(sequences), quiet) as advance:
         while len(llm.scheduler):
             advance(len(llm.step()))
             saved = llm.store.sharing().saved_blocks * llm.layout.block_bytes
@@ -300,9 +356,9 @@ def _answer_uncached(settings: Settings, loaded: LoadedModel, chats: Chats, prom
 
 
 @contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+def _progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
+    with Progress(*columns, disable=quiet) as progress:
         task = progress.add_task(title, total=total)
         yield lambda count: progress.advance(task, count)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any, Final
 
@@ -62,32 +63,38 @@ class Interruptions:
         Raises:
             KVPagerError: the process ended without a word.
         """
+        return self.run_all_apart(work, [arguments])[0]
+
+    def run_all_apart(self, work: Callable[..., Any], calls: Sequence[tuple[object, ...]]) -> list[Any]:
+        """Run `work` in several fresh processes at once, and return what each returns.
+
+        Args:
+            calls: the arguments of each.
+
+        Raises:
+            KVPagerError: a process ended without a word.
+        """
         # Threads that spin while they wait would take the time of the ones that compute, on a shared machine.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        context = multiprocessing.get_context("spawn")
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_send_result, args=(sender, work, arguments), daemon=True)
         # Its first start lets SIGINT through again, which is not wanted below.
         resource_tracker.ensure_running()
-        try:
-            with self.put_off(), _deaf_to_ctrl_c():
-                process.start()
-            sender.close()
-            result = receiver.recv()
-        except EOFError:
-            process.join()
-            raise KVPagerError(
-                f"the process of {work.__name__} ended without a word, exit code {process.exitcode}"
-            ) from None
-        finally:
-            # Where this process is asked to end, the other must not compute on.
-            if process.pid is not None:
-                process.kill()
-                process.join()
-            receiver.close()
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        with ExitStack() as ending:
+            # Where this process is asked to end, the others must not compute on.
+            started = [self._start(work, arguments, ending) for arguments in calls]
+            return [_result(work, receiver, process) for receiver, process in started]
+
+    def _start(
+        self, work: Callable[..., Any], arguments: tuple[object, ...], ending: ExitStack
+    ) -> tuple[Connection, SpawnProcess]:
+        context = multiprocessing.get_context("spawn")
+        receiver, sender = context.Pipe(duplex=False)
+        ending.callback(receiver.close)
+        process = context.Process(target=_send_result, args=(sender, work, arguments), daemon=True)
+        with self.put_off(), _deaf_to_ctrl_c():
+            ending.callback(_end, process)
+            process.start()
+        sender.close()
+        return receiver, process
 
 
 @contextmanager
@@ -101,6 +108,25 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _result(work: Callable[..., Any], receiver: Connection, process: SpawnProcess) -> Any:
+    try:
+        result = receiver.recv()
+    except EOFError:
+        process.join()
+        raise KVPagerError(
+            f"the process of {work.__name__} ended without a word, exit code {process.exitcode}"
+        ) from None
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _end(process: SpawnProcess) -> None:
+    if process.pid is not None:
+        process.kill()
+        process.join()
 
 
 def _send_result(sender: Connection, work: Callable[..., Any], arguments: tuple[object, ...]) -> None:

@@ -13,7 +13,6 @@ import os
 import re
 import socket
 import ssl
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,6 +20,7 @@ from typing import Any, Final
 from ..kvstore.tenants import check_tenant
 from ..tiers.errors import AccessDeniedError, ConfigError
 from ..tiers.settings import expect_integer, expect_path, expect_text, expect_type, shown
+from .secret_file import read_secret_file
 
 __all__ = [
     "LEAST_TOKEN",
@@ -198,19 +198,7 @@ def read_tokens(setting: str, path: str | os.PathLike[str]) -> dict[str, frozens
         ConfigError: the file cannot be read, others than its owner can read it, a line is no token, or there
             is none.
     """
-    path = expect_path(setting, path)
-    try:
-        with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(setting, f"{path} is no file")
-            if stat.S_IMODE(found.st_mode) & 0o077:
-                raise ConfigError(
-                    setting, f"{path} can be read or written by others than its owner: chmod 600 it"
-                )
-            data = file.read(_MOST_TOKEN_FILE)
-    except OSError as error:
-        raise ConfigError(setting, f"{path} cannot be read: {error.strerror}") from error
+    data = read_secret_file(setting, path, most=_MOST_TOKEN_FILE)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

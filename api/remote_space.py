@@ -16,10 +16,10 @@ from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotSpace
 from ..tiers.errors import ClosedError, StaleHandleError
 from ..tiers.mover import HostMover
-from ..tiers.settings import expect_array, expect_byte_strings, expect_bytes, expect_seconds, expect_text
+from ..tiers.settings import expect_byte_strings, expect_bytes, expect_seconds, expect_text
 from .client_calls import Ask
 from .client_core import ClientCore
-from .client_space import ClientSpace
+from .client_space import ClientSpace, device_delta, readable_in_place
 from .holdings import Handles
 from .messages import Purged
 from .space_asks import LoadedLease, SpaceAsks, handles_of, session_blocks
@@ -44,6 +44,15 @@ class Shell(Protocol):
     @property
     def closed(self) -> bool:
         """Whether it was closed."""
+        ...
+
+    @property
+    def device(self) -> str | None:
+        """The GPU that its memory is mapped for."""
+        ...
+
+    def map_device(self, device: str | None = None) -> None:
+        """Have the memory mapped for a GPU."""
         ...
 
     def ask(self, ask: Ask[_T]) -> _T:
@@ -142,13 +151,20 @@ class RemoteSpace(SlotSpace):
 
     @property
     def device_delta(self) -> int:
-        """What to add to `addresses` on a GPU, bytes. No GPU has the memory mapped yet: 0."""
-        return 0
+        """What to add to `addresses` on a GPU, bytes; known once a slot is `readable_in_place` there."""
+        return device_delta(self._space)
 
     def readable_in_place(self, slots: Ids) -> npt.NDArray[np.bool_]:
-        """Whether attention may read these slots where they lie: the CPU may, bool [n]."""
+        """Whether attention may read these slots where they lie, bool [n]: the CPU may.
+
+        After `map_device` it is the GPU's turn: it may as soon as they are page-locked.
+        """
         self._check_open()
-        return np.ones(len(expect_array("slots", slots, _INT32)), dtype=np.bool_)
+        return readable_in_place(self._space, self._shell.device, slots)
+
+    def map_device(self, device: str | None = None) -> None:
+        """Have the sidecar's memory mapped for a GPU: `Connection.map_device`."""
+        self._shell.map_device(device)
 
     def match(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -36,9 +37,10 @@ from ..tiers.settings import MOST_BYTES, expect_integer, expect_seconds, shown
 from .listening import default_socket_path, refuse_if_taken
 from .processes import Interruptions
 from .remote_access import RemoteAccess, check_token, parse_address, read_tokens, server_tls
+from .secret_file import read_secret_file
 from .sidecar import Sidecar
 
-__all__ = ["add_parser", "parse_bytes"]
+__all__ = ["TOKEN_VARIABLE", "add_parser", "parse_bytes", "usual_bytes"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +51,10 @@ _ROOM_SHARE: Final = 2
 """Of what is free in the arena's file system, others may want some."""
 _MOST_DRAIN: Final = 86400.0
 _MOST_UID: Final = (1 << 32) - 2
-_TOKEN: Final = "KVPAGER_TOKEN"
+TOKEN_VARIABLE: Final = "KVPAGER_TOKEN"
 """The environment variable that holds the token where no file does."""
+_COLD_SECRET: Final = "KVPAGER_COLD_SECRET"
+"""The environment variable that holds the cold tier's secret where no file does."""
 _NO_FILE: Final = "memory"
 
 
@@ -108,6 +112,12 @@ def add_parser(commands: Any) -> None:
         "given several times",
     )
     parser.add_argument(
+        "--cold-secret-file",
+        metavar="FILE",
+        help="seal what goes to the cold tier (AES-256-GCM) under the secret in a file that only its owner "
+        f"can read (default: ${_COLD_SECRET}, or not sealed)",
+    )
+    parser.add_argument(
         "--allow-uid",
         metavar="N",
         type=int,
@@ -124,7 +134,7 @@ def add_parser(commands: Any) -> None:
         "--token-file",
         metavar="FILE",
         help="what clients over TCP must say, in a file that only its owner can read; each line a token, or "
-        f"TENANT:TOKEN for one that opens spaces of this tenant alone (default: ${_TOKEN})",
+        f"TENANT:TOKEN for one that opens spaces of this tenant alone (default: ${TOKEN_VARIABLE})",
     )
     parser.add_argument(
         "--tls-cert", metavar="FILE", help="speak TLS over TCP: the certificate and its chain"
@@ -166,6 +176,7 @@ def _run(options: argparse.Namespace) -> int:
     if cold_bytes is not None and options.cold is None:
         raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
     quotas = _quotas_of(options.quota)
+    secret = _cold_secret(options)
     remote = _remote_of(options)
     if options.arena == _NO_FILE and (options.fresh or options.keep_arena):
         raise ConfigError("--arena", f"{_NO_FILE} is no file that could be left, or be there")
@@ -180,7 +191,7 @@ def _run(options: argparse.Namespace) -> int:
         interruptions = stack.enter_context(Interruptions())
         cold = None
         if options.cold is not None:
-            cold = open_cold_tier(options.cold, capacity_bytes=cold_bytes)
+            cold = open_cold_tier(options.cold, capacity_bytes=cold_bytes, secret=secret)
             stack.callback(cold.close)
         refuse_if_taken(path)
         arena = None
@@ -190,13 +201,13 @@ def _run(options: argparse.Namespace) -> int:
                     default_arena_path(os.fspath(path)) if options.arena is None else options.arena,
                     fresh=options.fresh,
                     keep=options.keep_arena,
-                    cold=options.cold or "",
+                    cold=_cold_name(options.cold, secret),
                 )
                 stack.callback(arena.close)
             # What ends it before it is stopped is no reason to lose blocks.
             arena.keep = arena.keep or arena.nbytes > 0
         with interruptions.put_off():
-            host = HostStore(host_bytes or _usual_bytes(arena), cold=cold, arena=arena, quotas=quotas)
+            host = HostStore(host_bytes or usual_bytes(arena), cold=cold, arena=arena, quotas=quotas)
             stack.callback(host.close)
         if host.stats.adopted:
             say(f"{host.stats.adopted} blocks were there, and are served")
@@ -236,6 +247,23 @@ def _quotas_of(given: list[str]) -> dict[str, int]:
     return check_quotas("--quota", quotas)
 
 
+def _cold_secret(options: argparse.Namespace) -> bytes | None:
+    """What the cold tier's records are sealed under, if they are."""
+    if options.cold_secret_file is not None:
+        if options.cold is None:
+            raise ConfigError("--cold-secret-file", "is for a cold tier, and --cold names none")
+        return read_secret_file("--cold-secret-file", options.cold_secret_file)
+    # The variable may be there for several sidecars, of which not all have a cold tier.
+    return os.environ.get(_COLD_SECRET, "").encode() or None
+
+
+def _cold_name(cold: str | None, secret: bytes | None) -> str:
+    """Names a cold tier and its key: what was written under another one is not found under this."""
+    if cold is None:
+        return ""
+    return cold if secret is None else f"{cold} {hashlib.blake2b(secret, digest_size=16).hexdigest()}"
+
+
 def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
     """Who may come in over TCP, if anybody may."""
     if options.listen is None:
@@ -251,10 +279,12 @@ def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
     host, port = parse_address("--listen", options.listen)
     if options.token_file is not None:
         token: str | dict[str, frozenset[str] | None] = read_tokens("--token-file", options.token_file)
-    elif os.environ.get(_TOKEN):
-        token = check_token(_TOKEN, os.environ[_TOKEN])
+    elif os.environ.get(TOKEN_VARIABLE):
+        token = check_token(TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE])
     else:
-        raise ConfigError("--listen", f"needs a token that clients must say: --token-file or ${_TOKEN}")
+        raise ConfigError(
+            "--listen", f"needs a token that clients must say: --token-file or ${TOKEN_VARIABLE}"
+        )
     tls = None
     if options.tls_cert is not None and options.tls_key is not None:
         tls = server_tls(options.tls_cert, options.tls_key)
@@ -264,7 +294,7 @@ def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
     return RemoteAccess(host, port, token, tls, options.insecure)
 
 
-def _usual_bytes(arena: ArenaFile | None) -> int:
+def usual_bytes(arena: ArenaFile | None) -> int:
     """Host memory where nobody says how much: that of the arena that is there, or a share of what is free."""
     if arena is not None and arena.nbytes:
         return arena.nbytes

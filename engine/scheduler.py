@@ -257,6 +257,9 @@ class Scheduler:
 
         A sequence that no tier has room for, though it runs alone, ends here: `take_given_up`.
         """
+        # First of all: their slots may be granted to others, and come up for others, by now.
+        for row in self.store.take_lost_rows():
+            self._put_to_sleep(self.sequence_at(row), keep_tail=False)
         if self._asleep:
             self._wake()
         if self._waiting:
@@ -352,8 +355,8 @@ class Scheduler:
             self._prefilling.append(sequence)
             self._prefilling.sort(key=lambda other: other.id)
 
-    def _leave(self, sequence: Sequence, *, keep: bool) -> None:
-        """Take a sequence's row away; with `keep` its KV sleeps."""
+    def _leave(self, sequence: Sequence, *, keep: bool, keep_tail: bool = True) -> None:
+        """Take a sequence's row away; with `keep` its KV sleeps, the partly filled block if `keep_tail`."""
         row = sequence.row
         if row is None:
             return
@@ -363,7 +366,7 @@ class Scheduler:
         else:
             self._end_prefill(sequence)
         if keep:
-            sequence.sleeping = self.store.sleep(row)
+            sequence.sleeping = self.store.sleep(row, keep_tail=keep_tail)
         else:
             self.store.close_row(row)
         sequence.row = None
@@ -427,12 +430,16 @@ class Scheduler:
             return self._spill(youngest)
         if younger_than is not None and youngest.id <= younger_than.id:
             return False
-        self._leave(youngest, keep=True)
-        youngest.state = SequenceState.ASLEEP
-        youngest.preemptions += 1
-        self.preemptions += 1
-        self._asleep.appendleft(youngest)
+        self._put_to_sleep(youngest)
         return True
+
+    def _put_to_sleep(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
+        """Take a running sequence's row away until `_wake`."""
+        self._leave(sequence, keep=True, keep_tail=keep_tail)
+        sequence.state = SequenceState.ASLEEP
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._asleep.appendleft(sequence)
 
     def _spill_blocks(self) -> int:
         """How many blocks a sequence alone on the device lets go at once: enough for the next chunks."""

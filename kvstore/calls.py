@@ -18,7 +18,10 @@ from .handles import Generations, Lease, Reservation, SlotOwner
 from .hashing import Tokens
 from .policy import Ids
 
-__all__ = ["ControlCalls", "EngineCommand", "HostCalls", "LoadCalls", "SpaceCalls"]
+__all__ = ["ControlCalls", "EngineCommand", "HostCalls", "LoadCalls", "LostListener", "SpaceCalls"]
+
+LostListener = Callable[[bytes, Ids, Generations], None]
+"""Is told of leases that ended though nobody released them: the id of the space, slots, generations."""
 
 
 class LoadCalls(Protocol):
@@ -209,6 +212,15 @@ class HostCalls(Protocol):
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with every later event; returns how to end it."""
+        ...
+
+    def subscribe_lost(self, listener: LostListener) -> Callable[[], None]:
+        """Call `listener`, in any thread, with leases whose slots may hold other blocks by now; it only
+        takes note, and makes no call of the host memory.
+
+        Returns:
+            how to end it.
+        """
         ...
 
     def flush(self, deadline: float = 30.0) -> int:

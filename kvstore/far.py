@@ -52,6 +52,11 @@ class FarBlocks:
         """The addresses of far words in this process, int64 [n]: what a mover wants."""
         return (words & ~TAG_MASK) - self.host.device_delta
 
+    def among(self, slots: Ids, generations: Generations) -> Ids:
+        """Those of these slots that are held under these generations."""
+        found: Ids = slots[(self._refs[slots] > 0) & (self._generations[slots] == generations)]
+        return found
+
     # Who holds them
 
     @property

@@ -37,6 +37,7 @@ from ..tiers.settings import (
     expect_type,
     shown,
 )
+from .calls import LostListener
 from .events import Listener
 from .handles import Lease
 from .hashing import HASH_BYTES, space_id
@@ -229,6 +230,10 @@ class HostStore:
         with self._shared.lock():
             self._shared.check_open()
         return self.events.subscribe(listener)
+
+    def subscribe_lost(self, listener: LostListener) -> Callable[[], None]:
+        """Of no effect: no lease ends here that nobody released. For a sidecar's, see `Connection`."""
+        return lambda: None
 
     def flush(self, deadline: float = 30.0) -> int:
         """Write what has no copy in the cold tier there, batch by batch, in the order of eviction.

@@ -10,6 +10,8 @@ done: leases that ended are given back then, copies that are done take effect, a
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,7 +38,9 @@ from .chains import RowChains
 from .device import DeviceTier
 from .events import Listener
 from .far import FarBlocks
+from .handles import Generations
 from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, space_id
+from .policy import Ids
 from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
 from .session import SessionRecord, SleepingSequence, session_key
@@ -45,6 +49,8 @@ from .tables import MOST_ROWS, BlockTable, Words
 from .tails import SharedTails
 
 __all__ = ["Install", "NamedPrompt", "Opened", "Sharing", "TieredStore"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class TieredStore:
             expect_methods(
                 "host",
                 host,
-                ("space", "subscribe", "flush", "close"),
+                ("space", "subscribe", "subscribe_lost", "flush", "close"),
                 "a HostStore, a connection to a sidecar (kvpager.connect), or None",
             )
             if not host.in_place:
@@ -142,6 +148,8 @@ class TieredStore:
         self.host = host.space(layout, shard=shard) if host is not None else None
         # Where host memory has tenants, its space is one of them.
         self.space = space_id(layout, shard) if self.host is None else self.host.id
+        self._lost: deque[tuple[Ids, Generations]] = deque()
+        """Leases that ended though nobody released them, as another thread tells."""
         self._closed = False
         self.stats = StoreStats()
         self.table = BlockTable(max_sequences, track_changes=device != "cpu")
@@ -168,6 +176,7 @@ class TieredStore:
             self._promotions = Promotions(self._device, self._far, self.table)
         self._attacher = Attacher(self.table, self._device, self._far)
         self._tails = SharedTails(self.table, self._device, self._attacher, self.stats)
+        self._end_listening = host.subscribe_lost(self._hear_lost) if host is not None else None
 
     # Sequences come and go
 
@@ -287,11 +296,14 @@ class TieredStore:
         self._chains.end(row)
         self.table.give_row(row)
 
-    def sleep(self, row: int) -> SleepingSequence:
+    def sleep(self, row: int, *, keep_tail: bool = True) -> SleepingSequence:
         """Free the row and all VRAM it needs; its KV is copied to host memory and stays findable there.
 
         The partly filled last block is kept under the hash of its tokens. Copies go on in the background;
         the blocks leave the device tier when room is wanted.
+
+        Args:
+            keep_tail: False computes the partly filled block again, for a row of `take_lost_rows`.
         """
         self._check_row(row)
         length = int(self.lengths[row])
@@ -303,7 +315,7 @@ class TieredStore:
             length=length,
             tail=chains.tail(row, length),
             extra_keys=chains.extra_keys(row),
-            partial=self._keep_partial(row, length),
+            partial=self._keep_partial(row, length) if keep_tail else None,
             places=self._attacher.places(self.table.row(row)[:full]),
         )
         self._close_row(row)
@@ -438,6 +450,32 @@ class TieredStore:
             self._promotions.abandon_install()
             self._promotions.finish()
         self._device.poll()
+
+    def take_lost_rows(self) -> list[int]:
+        """Rows that read in host memory what is no longer leased, as a sidecar told since.
+
+        Their far blocks may be others' by now. They are to be closed, or put to sleep with
+        ``keep_tail=False``, before anything else is opened or woken: what is still there is found again, and
+        the rest is computed.
+        """
+        self._check_open()
+        if self._far is None:
+            return []
+        rows: set[int] = set()
+        while self._lost:
+            lost = self._far.among(*self._lost.popleft())
+            for row in self._far.rows if len(lost) else ():
+                words = self.table.row(row)
+                if np.isin(self._far.slots_at(words[(words & FAR) != 0]), lost).any():
+                    rows.add(row)
+        if rows:
+            _log.warning("%d sequences lost blocks that they read in host memory", len(rows))
+        return sorted(rows)
+
+    def _hear_lost(self, space: bytes, slots: Ids, generations: Generations) -> None:
+        """In another thread."""
+        if space == self.space and len(slots):
+            self._lost.append((slots, generations))
 
     # Moving between tiers
 
@@ -642,6 +680,8 @@ class TieredStore:
         self._closed = True
         with ExitStack() as rest:
             rest.callback(self._device.close)
+            if self._end_listening is not None:
+                rest.callback(self._end_listening)
             if self.host is None or not self.host.closed:
                 rest.callback(self._let_go)
                 self._device.flush()

@@ -240,7 +240,7 @@ class Running:
 
 
 def store(client: RawClient, space: int, first: int, count: int) -> Reserved:
-    """Reserve and commit blocks, without a byte written. A sidecar that has just started has its memory soon."""
+    """Reserve and commit blocks, without a byte written. A new sidecar has its memory soon."""
     granted: Reserved = client.call(Reserve(space, names(first, count), 20.0), Reserved)
     assert granted.statuses.tolist() == [ReserveStatus.NEW] * count
     client.call(Commit(space, granted.slots, granted.generations), Done)

@@ -95,6 +95,26 @@ def test_a_device_that_is_not_there_is_said_to_be_so(device: str) -> None:
     check_one_line(done.returncode, done.stderr, "kvpager demo: device: ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--socket", "x"], "--socket: is a sidecar's, and goes with --sidecar"),
+        (["--sidecar", "--socket", "x", "--disk", "y"], "--socket: its cold tier is its own"),
+        (["--sidecar", "--socket", ""], "--socket: must be a string that is not empty"),
+        (["--sidecar", "--sessions", "1"], "--sessions: must be an integer of at least 2, got 1"),
+    ],
+)
+def test_options_of_the_demo_that_contradict_each_other_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_one_line(main(["demo", *arguments]), capsys.readouterr().err, f"kvpager demo: {said}")
+
+
+def test_a_demo_without_its_sidecar_says_so(tmp_path: Path) -> None:
+    done = run("demo", "--sidecar", "--socket", str(tmp_path / "none"))
+    check_one_line(done.returncode, done.stderr, f"kvpager demo: unix://{tmp_path}/none")
+
+
 def test_a_redis_that_is_no_url_is_not_taken_for_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--redis", "localhost:6379"]) == 1
     assert "--redis: must be a URL such as redis://" in capsys.readouterr().err

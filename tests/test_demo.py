@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import kvpager
 import pytest
 import tokenizers
 import torch
@@ -22,21 +23,25 @@ import transformers
 from kvpager.tests.model_files import require_smollm2
 from kvpager.tests.process_tree import await_child, is_there
 from kvpager.tests.redis_servers import RedisServer, free_port
+from kvpager.tests.serve_process import ServeProcess
 
 SCRIPT = str(Path(sys.executable).with_name("kvpager"))
 SMALL = ("demo", "--sessions", "3", "--answer-tokens", "4", "--device", "cpu")
 EQUAL = re.compile(r"All (\d+) answers equal")
 
 
-def run(*arguments: str, command: tuple[str, ...] = (SCRIPT,)) -> subprocess.CompletedProcess[str]:
-    """The command with three short chats, in a process of its own."""
+def run(
+    *arguments: str, command: tuple[str, ...] = (SCRIPT,), folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command with three short chats, in a process of its own; ``folder`` has its temporary files."""
+    where = {} if folder is None else {"TMPDIR": str(folder)}
     return subprocess.run(
         [*command, *SMALL, *arguments],
         capture_output=True,
         text=True,
         timeout=250,
         check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "2", "COLUMNS": "200"},
+        env={**os.environ, "OMP_NUM_THREADS": "2", "COLUMNS": "200", **where},
     )
 
 
@@ -134,6 +139,43 @@ def test_the_demo_of_the_package_run_as_a_program_answers_as_without_any_cache(
     assert tokens_from_cold(done.stdout) > 300
 
 
+def rows(printed: str) -> dict[str, list[str]]:
+    """The demo's table: what stands behind each name, from ``computed`` on."""
+    found = (line.split("│") for line in printed.splitlines() if line.startswith("│"))
+    return {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in found}
+
+
+def test_engines_on_a_sidecar_answer_from_each_others_kv(tiny: Path, tmp_path: Path) -> None:
+    done = run("--sidecar", "--model", str(tiny), folder=tmp_path)
+    # Three turns of three chats.
+    check_done(done)
+    table = rows(done.stdout)
+    assert set(table) >= {"first engine", "second engine", "third engine", "fourth engine", "no cache"}
+    assert table["first engine"][2] == "0"
+    for name in ("second engine", "third engine", "fourth engine"):
+        assert int(table[name][2].replace(",", "")) > 300, table
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_engines_use_a_sidecar_that_is_there(tiny: Path, tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "socket", host_bytes=64 << 20) as serving:
+        done = run("--sidecar", "--socket", str(serving.path), "--model", str(tiny))
+        check_done(done)
+        assert serving.running.poll() is None
+        assert "64.0 MiB of host memory for 0 blocks" in done.stdout
+        with kvpager.connect(serving.path) as client:
+            assert client.stats()["sidecar"]["leased"] == 0
+            assert client.stats()["host"]["committed"] > 0
+
+
+def test_a_sidecar_that_is_too_small_to_pass_anything_on_is_told(tiny: Path, tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "socket", host_bytes=1 << 16) as serving:
+        done = run("--sidecar", "--socket", str(serving.path), "--model", str(tiny))
+    assert done.returncode == 1
+    assert "The second engine found nothing" in done.stdout
+    assert "answers equal those" in done.stdout
+
+
 @pytest.mark.full
 def test_the_demo_on_a_real_model_answers_as_without_any_cache(tmp_path: Path) -> None:
     require_smollm2()
@@ -153,8 +195,11 @@ def test_the_demo_without_its_redis_says_so_and_shows_no_traceback(tiny: Path) -
         assert done.returncode == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "begins"), [((), "The process has ended"), (("--sidecar",), "It has ended; another")]
+)
 def test_a_demo_that_is_interrupted_as_its_second_process_starts_ends_quietly(
-    tiny: Path, tmp_path: Path
+    tiny: Path, tmp_path: Path, arguments: tuple[str, ...], begins: str
 ) -> None:
     demo = subprocess.Popen(
         [
@@ -162,6 +207,7 @@ def test_a_demo_that_is_interrupted_as_its_second_process_starts_ends_quietly(
             *SMALL,
             "--model",
             str(tiny),
+            *arguments,
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -169,11 +215,13 @@ def test_a_demo_that_is_interrupted_as_its_second_process_starts_ends_quietly(
         env=os.environ | {"OMP_NUM_THREADS": "2", "COLUMNS": "200", "TMPDIR": str(tmp_path)},
     )
     assert demo.stdout is not None
-    assert any("The process has ended" in line for line in demo.stdout)
-    child = await_child(demo.pid, "spawn_main")
+    assert any(begins in line for line in demo.stdout)
+    children = [await_child(demo.pid, "spawn_main")]
+    if arguments:
+        children.append(await_child(demo.pid, "serve"))
     demo.send_signal(signal.SIGTERM)
     _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 130
     assert errors == ""
-    assert not is_there(child)
+    assert not any(map(is_there, children))
     assert not list(tmp_path.glob("kvpager-demo-*"))

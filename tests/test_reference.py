@@ -12,8 +12,8 @@ from typing import Any
 
 import kvpager
 import pytest
+from kvpager.api import doctor, serve
 from kvpager.api.client import connect
-from kvpager.api.serve import add_parser
 from kvpager.engine import LLM, Completion, SamplingParams
 from kvpager.engine.sequence import FinishReason
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
@@ -76,11 +76,13 @@ def test_calls_are_as_they_are_written(of: type, names: tuple[str, ...]) -> None
         ), written
 
 
-def test_every_option_of_the_sidecar_is_there_and_no_other() -> None:
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_every_option_of_a_command_is_there_and_no_other(command: str) -> None:
     commands = argparse.ArgumentParser().add_subparsers()
-    add_parser(commands)
-    options = {name for one in commands.choices["serve"]._actions for name in one.option_strings}
-    part = PAGE.partition("## `kvpager serve`")[2].partition("\n## ")[0]
+    for one in (serve, doctor):
+        one.add_parser(commands)
+    options = {name for one in commands.choices[command]._actions for name in one.option_strings}
+    part = PAGE.partition(f"## `kvpager {command}`")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`--.*?) \|", part, flags=re.MULTILINE)
     assert set(re.findall(r"--[\w-]+", " ".join(rows))) == options - {"-h", "--help"}
 

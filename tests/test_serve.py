@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 from kvpager.api import serve as command
 from kvpager.api.cli import main
-from kvpager.api.messages import Commit, Leased, Load, Match, Put, Reserve
+from kvpager.api.messages import Commit, Count, Flush, GetStats, Leased, Load, Match, Put, Reserve, Stats
 from kvpager.api.serve import parse_bytes
+from kvpager.kvstore.host import HostStore
 from kvpager.tests.raw_client import LAYOUT, RawClient, names, store
 from kvpager.tests.serve_process import remove_arena
 from kvpager.tiers.arena_file import ArenaFile, default_arena_path
+from kvpager.tiers.cold_url import open_cold_tier
 from kvpager.tiers.errors import ConfigError, ServiceUnavailableError
 from kvpager.tiers.memory import MemoryHeadroom
 
@@ -111,6 +113,11 @@ def test_what_is_no_size_is_refused_by_name(text: str) -> None:
         (["--host-bytes", "16M", "--cold", "gopher://x"], "cold.url: "),
         (["--host-bytes", "16M", "--cold", "disk:///nowhere"], "cold.capacity_bytes: "),
         (["--host-bytes", "16M", "--cold-bytes", "1G"], "--cold-bytes: is for a cold tier"),
+        (["--host-bytes", "16M", "--cold-secret-file", "x"], "--cold-secret-file: is for a cold tier"),
+        (
+            ["--host-bytes", "16M", "--cold", "disk:///x", "--cold-secret-file", "/nowhere"],
+            "--cold-secret-file: /nowhere cannot be read: No such file",
+        ),
         (
             ["--host-bytes", "16M", "--socket", "/no/such/folder/socket"],
             "socket: /no/such/folder/socket.lock",
@@ -196,10 +203,10 @@ def test_without_a_size_it_takes_no_more_than_there_is_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(command, "memory_headroom", lambda: MemoryHeadroom(1 << 60, 0, "plenty"))
-    assert command._usual_bytes(None) == 1 << 58
+    assert command.usual_bytes(None) == 1 << 58
     room = os.statvfs(tmp_path)
     file = ArenaFile(tmp_path / "arena")
-    assert 0 < command._usual_bytes(file) <= room.f_blocks * room.f_frsize // 2
+    assert 0 < command.usual_bytes(file) <= room.f_blocks * room.f_frsize // 2
     assert f"for want of room at {tmp_path}/arena" in caplog.text
     file.close()
 
@@ -268,6 +275,81 @@ def test_a_second_one_on_the_same_socket_is_refused_and_a_killed_ones_place_is_t
     with third.connect() as client:
         assert client.welcome.boot_id != boot
     assert third.stop() == (0, "")
+
+
+SECRET = b"sixteen bytes and some more"
+
+
+@pytest.mark.parametrize("by", ["file", "variable"])
+def test_what_goes_to_the_cold_tier_is_sealed_under_the_secret_that_is_given(
+    started: list[Serve], path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    arguments = ["--quiet", "--cold", f"disk://{tmp_path}/cold", "--cold-bytes", "64M"]
+    if by == "file":
+        key = tmp_path / "key"
+        key.write_bytes(SECRET + b"\n")
+        key.chmod(0o600)
+        sealed = [*arguments, "--cold-secret-file", str(key)]
+    else:
+        monkeypatch.setenv("KVPAGER_COLD_SECRET", SECRET.decode())
+        sealed = arguments
+    serve = Serve(path, *sealed)
+    started.append(serve)
+    block = (b"what nobody may read" * SIZE)[:SIZE]
+    with serve.connect() as client:
+        client.open()
+        client.call(Put(0, names(0, 1), block, 5.0))
+    assert serve.stop() == (0, "")
+    records = [file for file in (tmp_path / "cold").rglob("*") if file.stat().st_size > SIZE]
+    assert len(records) == 1
+    assert b"nobody may read" not in records[0].read_bytes()
+    monkeypatch.delenv("KVPAGER_COLD_SECRET", raising=False)
+    for secret, found in ((SECRET, 1), (None, 0), (b"another secret than that", 0)):
+        cold = open_cold_tier(tmp_path / "cold", capacity_bytes=64 << 20, secret=secret)
+        with HostStore(16 << 20, cold=cold) as host, host.space(LAYOUT).load(names(0, 1), 5.0) as lease:
+            assert len(lease) == found
+            if found:
+                assert bytes(lease.blocks[0]) == block
+
+
+def test_a_secret_that_others_can_read_or_that_is_short_is_refused_and_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "key"
+    arguments = ["serve", "--socket", str(tmp_path / "socket"), "--host-bytes", "16M"]
+    arguments += ["--cold", f"disk://{tmp_path}/cold", "--cold-bytes", "64M", "--cold-secret-file", str(key)]
+    for text, mode, said in (
+        ("sesame and as many more", 0o640, f"--cold-secret-file: {key} can be read or written by others"),
+        ("sesame", 0o600, "cold.secret: "),
+        ("sesame" * 1000, 0o600, f"--cold-secret-file: {key} has more than 4096 bytes"),
+    ):
+        key.write_text(text)
+        key.chmod(mode)
+        assert main(arguments) == 1
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"kvpager serve: {said}")
+        assert "sesame" not in shown
+
+
+def test_blocks_that_were_sealed_under_another_secret_count_as_not_copied(
+    started: list[Serve], path: Path, tmp_path: Path
+) -> None:
+    arguments = ["--quiet", "--cold", f"disk://{tmp_path}/cold", "--cold-bytes", "64M", "--keep-arena"]
+    for at, secret in enumerate((SECRET, SECRET, b"another secret than that")):
+        key = tmp_path / f"key-{at}"
+        key.write_bytes(secret)
+        key.chmod(0o600)
+        serve = Serve(path, *arguments, "--cold-secret-file", str(key))
+        started.append(serve)
+        with serve.connect() as client:
+            client.open()
+            if not at:
+                client.call(Put(0, names(0, 1), bytes(SIZE), 5.0))
+            assert client.call(Flush(10.0), Count).count == 0
+            written = client.call(GetStats(), Stats).values["host"]["cold_written"]
+        # Under the same one nothing is to be written again.
+        assert written == (0 if at == 1 else 1)
+        assert serve.stop() == (0, "")
 
 
 WATCHED = """

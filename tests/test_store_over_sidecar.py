@@ -15,16 +15,22 @@ from typing import TYPE_CHECKING, Any
 import kvpager
 import numpy as np
 import pytest
+from kvpager.api.client import Connection
+from kvpager.api.messages import Count, Evict, Release
+from kvpager.kvstore.handles import Generations
+from kvpager.kvstore.policy import Ids
 from kvpager.kvstore.store import TieredStore
-from kvpager.tests.raw_client import await_true
+from kvpager.tests.raw_client import RawClient, await_true
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tests.test_store import LAYOUT, PROMPT, ROOT, Engine, HeldMover, array
 from kvpager.tiers.errors import ConfigError
+from kvpager.tiers.layout import KVLayout
 
 if TYPE_CHECKING:
     from kvpager.tests.engine_cases import Case
 
 TIMEOUT = 1.0
+GROUP = b"one engine's own"
 
 # Attaches, answers what it is asked, and lets go.
 OTHER_PROCESS = """
@@ -49,19 +55,21 @@ with attached(path) as one:
 class AttachedEngine(Engine):
     """An `Engine` of `test_store` whose host memory is a sidecar's."""
 
-    def __init__(self, path: str | Path, device_blocks: int, rows: int) -> None:
+    def __init__(self, path: str | Path, device_blocks: int, rows: int, group: bytes | None = None) -> None:
         self.mover = HeldMover()
         self.host = None
-        self.client = kvpager.connect(path, timeout=TIMEOUT)
+        self.client = kvpager.connect(path, timeout=TIMEOUT, group=group)
         self.store = TieredStore(
             LAYOUT, device_blocks, root=ROOT, host=self.client, max_sequences=rows, mover=self.mover
         )
 
 
 @contextmanager
-def attached(path: str | Path, device_blocks: int = 16, rows: int = 8) -> Iterator[AttachedEngine]:
+def attached(
+    path: str | Path, device_blocks: int = 16, rows: int = 8, group: bytes | None = None
+) -> Iterator[AttachedEngine]:
     """An engine on a sidecar; its books balance at the end, and it leaves nothing held."""
-    one = AttachedEngine(path, device_blocks, rows)
+    one = AttachedEngine(path, device_blocks, rows, group)
     try:
         yield one
         one.check()
@@ -266,6 +274,79 @@ def test_a_dead_sidecar_costs_hits_and_a_fresh_one_is_used_when_nothing_of_the_o
         check_nothing_is_held(one)
 
 
+def lose_leases(
+    serving: ServeProcess,
+    client: Connection,
+    slots: Ids,
+    generations: Generations,
+    layout: KVLayout = LAYOUT,
+) -> None:
+    """The sidecar has these leases no more, and a new connection finds it out; its memory stays the same."""
+    other = RawClient(serving.path, GROUP)
+    try:
+        space = other.open(layout)
+        other.call(Release(space, slots, generations))
+        # Else the leases are taken again.
+        assert other.call(Evict(space, 100), Count).count >= len(slots)
+    finally:
+        other.close()
+    serving.kill()
+    await_true(lambda: not client.ready)
+    serving.start()
+    client.wait_ready(30)
+    assert client.lost
+
+
+def test_rows_whose_leases_were_lost_are_told_and_computed_again(serving: ServeProcess) -> None:
+    other = np.arange(200, 214, dtype=np.int32)
+    with attached(serving.path, group=GROUP) as one:
+        rows = []
+        for prompt in (PROMPT, other):
+            asleep = one.store.sleep(one.run(prompt).row)
+            one.store.evict(16)
+            rows.append(one.store.wake(asleep).row)
+        assert one.store.take_lost_rows() == []
+        words = one.store.table.row(rows[0])
+        assert one.store._far is not None
+        slots = one.store._far.slots_at(words)
+        lose_leases(serving, one.client, slots[1:2], one.store._far.generations(slots[1:2]))
+        (lost,) = one.client.lost
+        assert not lost.readable
+        one.store.poll()
+        assert one.store.take_lost_rows() == [rows[0]]
+        assert one.store.take_lost_rows() == []
+        asleep = one.store.sleep(rows[0], keep_tail=False)
+        one.store.poll()
+        one.check()
+        # The other one reads on, and of this one what comes before the lost block is found.
+        assert one.read(rows[1]) == other.tolist()
+        opened = one.store.wake(asleep)
+        assert opened.length == 4
+        assert one.read(opened.row) == PROMPT[:4].tolist()
+        one.compute(opened.row, PROMPT[4:])
+        assert one.read(opened.row) == PROMPT.tolist()
+        for row in (opened.row, rows[1]):
+            one.store.close_row(row)
+        check_nothing_is_held(one)
+
+
+def test_memory_that_went_with_its_sidecar_is_read_on_and_loses_no_row(serving: ServeProcess) -> None:
+    with attached(serving.path) as one:
+        asleep = one.store.sleep(one.run(PROMPT).row)
+        one.store.evict(16)
+        row = one.store.wake(asleep).row
+        serving.kill()
+        await_true(lambda: not one.client.ready)
+        serving.start("--fresh")
+        one.client.wait_ready(30)
+        await_true(lambda: bool(one.client.lost))
+        assert all(lost.readable for lost in one.client.lost)
+        one.store.poll()
+        assert one.store.take_lost_rows() == []
+        assert one.read(row) == PROMPT.tolist()
+        one.store.close_row(row)
+
+
 def test_a_stalled_sidecar_holds_up_one_step_and_not_the_next(serving: ServeProcess) -> None:
     with attached(serving.path) as one:
         asleep = one.store.sleep(one.run(PROMPT).row)
@@ -319,3 +400,35 @@ def test_a_second_engine_answers_from_the_first_ones_kv(serving: ServeProcess, l
         assert (counts["leased"], counts["reserved"]) == (0, 0)
         with pytest.raises(ConfigError, match="host_bytes"):
             LLM(llama.loaded, device="cpu", host=client, host_bytes=1 << 20)
+
+
+def test_an_engine_computes_again_what_was_lost_and_answers_the_same(
+    serving: ServeProcess, llama: Case
+) -> None:
+    from kvpager.engine.llm import LLM
+    from kvpager.tests.engine_cases import GREEDY
+
+    if llama.device != "cpu":
+        pytest.skip("steps are looked at on a CPU")
+    prompt, truth = llama.prompts[5], llama.truth[5]
+    with (
+        kvpager.connect(serving.path, timeout=TIMEOUT, group=GROUP) as client,
+        LLM(llama.loaded, device="cpu", block_size=8, device_blocks=160, host=client) as llm,
+    ):
+        sequence = llm.submit(prompt, GREEDY)
+        for _ in range(3):
+            llm.step()
+        llm.store.flush()
+        row = sequence.row
+        assert row is not None
+        assert llm.store.spill(row, 4) == 4
+        far = llm.store._far
+        assert far is not None
+        slots = far.slots_at(llm.store.table.row(row)[:4])
+        lose_leases(serving, client, slots, far.generations(slots), llm.layout)
+        while len(llm.scheduler):
+            llm.step()
+        answer = llm.completion(sequence)
+        assert answer.token_ids == truth
+        assert answer.preemptions == 1
+        llm.store.check_integrity()

@@ -8,24 +8,85 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import dataclass
 from typing import Any, Final
 
 from .errors import ConfigError, KVPagerError
 from .extras import how_to_install
 from .settings import expect_text
 
-__all__ = ["check", "cuda_driver", "device_ordinal", "driver_answers", "use_primary_context"]
+__all__ = [
+    "DriverDevice",
+    "check",
+    "cuda_driver",
+    "device_ordinal",
+    "driver_answers",
+    "driver_devices",
+    "use_primary_context",
+    "why_no_driver",
+]
 
 _DEVICE: Final = re.compile(r"cuda(:[0-9]{1,4})?")
 
 
+_NAME_BYTES: Final = 256
+_BUS_ID_BYTES: Final = 32
+
+
+@dataclass(frozen=True)
+class DriverDevice:
+    """A GPU as the driver tells it to this process; ``cuda:N`` is the N-th.
+
+    Args:
+        name: what it is called.
+        bus_id: its place on the PCI bus, as in sysfs: ``0000:17:00.0``; empty where the driver does not say.
+    """
+
+    name: str
+    bus_id: str
+
+
 def driver_answers() -> bool:
     """Whether a CUDA driver is installed and finds a device."""
+    return why_no_driver() is None
+
+
+def why_no_driver() -> str | None:
+    """None where a CUDA driver is installed and finds a device, else why not, in words."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return False
-    return bool(library.cuInit(0) == 0)
+        return "the driver's library libcuda.so.1 is not here"
+    status = library.cuInit(0)
+    return None if status == 0 else f"cuInit answers with error {status}"
+
+
+def driver_devices() -> list[DriverDevice]:
+    """The GPUs that the driver lets this process use, without cuda-python; none where no driver answers.
+
+    Raises:
+        KVPagerError: the driver does not tell of one.
+    """
+    if not driver_answers():
+        return []
+    library = ctypes.CDLL("libcuda.so.1")
+    count = ctypes.c_int()
+    if library.cuDeviceGetCount(ctypes.byref(count)):
+        raise KVPagerError("the CUDA driver does not say how many devices there are")
+    found = []
+    for ordinal in range(count.value):
+        name = ctypes.create_string_buffer(_NAME_BYTES)
+        bus_id = ctypes.create_string_buffer(_BUS_ID_BYTES)
+        # A device's handle is its ordinal's, which need not be the same number.
+        device = ctypes.c_int()
+        if library.cuDeviceGet(ctypes.byref(device), ordinal) or library.cuDeviceGetName(
+            name, _NAME_BYTES, device
+        ):
+            raise KVPagerError(f"the CUDA driver does not tell of device {ordinal}")
+        if library.cuDeviceGetPCIBusId(bus_id, _BUS_ID_BYTES, device):
+            bus_id.value = b""
+        found.append(DriverDevice(name.value.decode(errors="replace"), bus_id.value.decode().lower()))
+    return found
 
 
 def cuda_driver() -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MemoryHeadroom", "format_bytes", "memory_headroom"]
+__all__ = ["MemoryHeadroom", "format_bytes", "memory_headroom", "memory_limits"]
 
 _NO_LIMIT: Final = 1 << 60
 """Version 1 writes "no limit" as a number near 2**63 rounded down to a page."""
@@ -59,11 +59,23 @@ def memory_headroom(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
         proc: where procfs is mounted.
         cgroup: where the control groups are mounted.
     """
+    return memory_limits(proc, cgroup)[0]
+
+
+def memory_limits(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> list[MemoryHeadroom]:
+    """The machine's available memory and the limits of all control groups of this process, tightest first.
+
+    Args:
+        proc: where procfs is mounted.
+        cgroup: where the control groups are mounted.
+    """
     total, available = _meminfo(proc)
     found = [(available, total, "memory available on this machine")]
     found += _cgroup_headroom(proc, cgroup)
-    free, limit, what = min(found)
-    return MemoryHeadroom(free, min(limit // _RESERVE_SHARE, _RESERVE_MOST), what)
+    return [
+        MemoryHeadroom(free, min(limit // _RESERVE_SHARE, _RESERVE_MOST), what)
+        for free, limit, what in sorted(found)
+    ]
 
 
 def _meminfo(proc: Path) -> tuple[int, int]:

@@ -6,8 +6,7 @@ before it is handed out and a shortage is an error and never a SIGBUS; then ``cu
 0.57 s per GiB and must therefore never stand before the first request. An extent may be taken as soon as its
 memory is there.
 
-Sources: CUDA driver API manual (cuMemHostRegister, cuMemHostGetDevicePointer); Linux manual pages
-memfd_create(2), fallocate(2), madvise(2).
+Sources: Linux manual pages memfd_create(2), fallocate(2), madvise(2).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .driver import check, cuda_driver, device_ordinal, driver_answers, use_primary_context
+from .driver import device_ordinal, driver_answers
 from .errors import (
     ClosedError,
     ConfigError,
@@ -37,6 +36,7 @@ from .errors import (
 )
 from .mapping import SharedMapping
 from .memory import format_bytes, memory_headroom
+from .page_locker import MEMLOCK_ADVICE, PageLocker
 from .settings import (
     MOST_BYTES,
     expect_flag,
@@ -380,7 +380,7 @@ class PinnedArena:
                     return
                 # After the first extent, since making a CUDA context takes a good part of a second.
                 if extent == 0 and ordinal is not None:
-                    locker = _PageLocker.open(ordinal)
+                    locker = _open_locker(ordinal)
                     if locker is not None:
                         cleanup.callback(self._unlock_all, locker)
                 if locker is not None and not self._lock(locker, extent):
@@ -394,7 +394,7 @@ class PinnedArena:
                 if self._page_locked.any():
                     self._changed.wait_for(lambda: self._closing)
 
-    def _unlock_all(self, locker: _PageLocker) -> None:
+    def _unlock_all(self, locker: PageLocker) -> None:
         with self._changed:
             self._page_locked[:] = False
         locker.close()
@@ -438,7 +438,7 @@ class PinnedArena:
             f"{format_bytes(self.extent_bytes)}, and {reason}"
         )
 
-    def _lock(self, locker: _PageLocker, extent: int) -> bool:
+    def _lock(self, locker: PageLocker, extent: int) -> bool:
         """Page-lock an extent; False when no more shall be tried."""
         address = self.base + extent * self.extent_bytes
         try:
@@ -446,10 +446,10 @@ class PinnedArena:
         except KVPagerError as error:
             _log.warning(
                 "host memory stays unregistered from %s on (%s): its blocks go to the GPU by slower copies; "
-                "raise the limit on locked memory (ulimit -l unlimited, LimitMEMLOCK=infinity, "
-                "docker run --ulimit memlock=-1)",
+                "%s",
                 format_bytes(extent * self.extent_bytes),
                 error,
+                MEMLOCK_ADVICE,
             )
             return False
         with self._changed:
@@ -466,47 +466,16 @@ class PinnedArena:
         return True
 
 
-class _PageLocker:
-    """Registers host memory with the driver, on the thread that made it."""
-
-    def __init__(self, driver: Any, ordinal: int) -> None:
-        self._driver = driver
-        self._locked: list[int] = []
-        self._device = use_primary_context(driver, ordinal)
-
-    @classmethod
-    def open(cls, ordinal: int) -> _PageLocker | None:
-        """None, with the reason logged, where no driver answers or the device cannot be had."""
-        if not driver_answers():
-            _log.warning("host memory is not page-locked: no CUDA driver answers")
-            return None
-        try:
-            return cls(cuda_driver(), ordinal)
-        except KVPagerError as error:
-            _log.warning("host memory is not page-locked: %s", error)
-            return None
-
-    def lock(self, address: int, nbytes: int) -> int:
-        """Page-lock and map; returns the device address less the host address."""
-        driver = self._driver
-        flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP | driver.CU_MEMHOSTREGISTER_PORTABLE
-        check(driver.cuMemHostRegister(address, nbytes, flags), f"page-locking {format_bytes(nbytes)}")
-        self._locked.append(address)
-        pointer = check(driver.cuMemHostGetDevicePointer(address, 0), "mapping host memory for the GPU")
-        return int(pointer) - address
-
-    def unlock(self, address: int) -> None:
-        """Take one registration back."""
-        self._locked.remove(address)
-        check(self._driver.cuMemHostUnregister(address), "unregistering host memory")
-
-    def close(self) -> None:
-        """Take all registrations back, and the hold on the context."""
-        try:
-            for address in tuple(self._locked):
-                self.unlock(address)
-        finally:
-            check(self._driver.cuDevicePrimaryCtxRelease(self._device), "releasing the CUDA context")
+def _open_locker(ordinal: int) -> PageLocker | None:
+    """None, with the reason logged, where no driver answers or the device cannot be had."""
+    if not driver_answers():
+        _log.warning("host memory is not page-locked: no CUDA driver answers")
+        return None
+    try:
+        return PageLocker(ordinal)
+    except KVPagerError as error:
+        _log.warning("host memory is not page-locked: %s", error)
+        return None
 
 
 def _extent_bytes(capacity: int, extent: int | None) -> int:
