@@ -90,11 +90,12 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError("demo", f"needs the engine, {package} is missing: {how_to_install('engine')}")
     from rich.console import Console
 
+    console = Console()
+    console.print(f"Loading {options.model}.")
     from .demo_chats import Settings, first_process, second_process
     from .demo_report import report
     from .demo_sidecar import run_on_sidecar
 
-    console = Console()
     with Interruptions() as interruptions, _cold_place(options, interruptions) as cold:
         settings = Settings(options.model, options.device, sessions, options.answer_tokens, cold)
         if options.sidecar:

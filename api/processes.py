@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
@@ -129,7 +130,16 @@ def _end(process: SpawnProcess) -> None:
         process.join()
 
 
+def _end_with_parent() -> None:
+    """Nobody waits for what a process computes whose parent was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def _send_result(sender: Connection, work: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         sender.send(work(*arguments))
     except KVPagerError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -25,6 +26,8 @@ from .tenants import ANY_OTHER, Tenant
 from .timed_pins import PinClock
 
 __all__ = ["ExtentHolder", "HostShared"]
+
+_log = logging.getLogger(__name__)
 
 _COLD_RETRY_SECONDS: Final = 1.0
 _LOADERS: Final = 2
@@ -106,6 +109,7 @@ class HostShared:
         self._taken = 0
         """Extents that spaces have."""
         self._cold_down = False
+        self._cold_full = False
         self._cold_retry_at = 0.0
         self._outbox: deque[tuple[EventKind, str, bytes, Sequence[bytes]]] = deque()
         self._telling = threading.Lock()
@@ -278,6 +282,10 @@ class HostShared:
 
     def cold_answered(self, status: npt.NDArray[np.uint8]) -> None:
         """Stop asking a tier that did not take one record of a batch; ask again after a while."""
+        full = bool((status == ColdStatus.FULL).any())
+        if full and not self._cold_full:
+            _log.warning("the cold tier is full, or too small: blocks that it does not take are not kept")
+        self._cold_full = full
         self._cold_down = not (status == ColdStatus.OK).any()
         if self._cold_down:
             self._cold_retry_at = time.monotonic() + _COLD_RETRY_SECONDS

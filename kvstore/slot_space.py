@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..tiers.errors import LayoutError
+from ..tiers.errors import ConfigError, LayoutError
 from ..tiers.layout import KVLayout
 from ..tiers.settings import expect_array, expect_byte_strings, expect_integer, expect_seconds, shown
 from .handles import Lease, Reservation, ReserveStatus
@@ -47,9 +47,18 @@ class SlotPlaces(ABC):
         return self.slots_per_extent * self._num_extents
 
     def addresses(self, slots: Ids) -> npt.NDArray[np.int64]:
-        """Addresses of slots in this process, int64 [n]. On a GPU, add `device_delta`."""
+        """Addresses of slots in this process, int64 [n]. On a GPU, add `device_delta`.
+
+        Raises:
+            ConfigError: `slots` is no int32 array, or a slot is none of this space.
+            ClosedError: the memory is given back.
+        """
         base = self._base()
-        slots = expect_array("slots", slots, _INT32).astype(np.int64)
+        narrow = expect_array("slots", slots, _INT32)
+        # Negative ones are the largest.
+        if (narrow.view(np.uint32) >= self.capacity).any():
+            raise ConfigError("slots", f"must be from 0 to {self.capacity - 1}")
+        slots = narrow.astype(np.int64)
         extent = slots // self.slots_per_extent
         place = slots - extent * self.slots_per_extent
         found: npt.NDArray[np.int64] = base + extent * self._extent_bytes + place * self.layout.block_bytes

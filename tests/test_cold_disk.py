@@ -231,6 +231,30 @@ def test_a_record_that_cannot_be_read_is_counted_and_the_next_put_writes_it_agai
     DiskColdTier(tmp_path, capacity_bytes=1 << 20).close()
 
 
+def test_what_was_found_damaged_or_not_is_written_again_until_it_was_read(tmp_path: Path) -> None:
+    blocks, hashes = blocks_of(3), hashes_of(3)
+    tier = DiskColdTier(tmp_path, capacity_bytes=1 << 20)
+    assert not tier.put(SPACE, hashes, views(blocks)).any()
+    tier.close()
+    for prefix_hash in hashes[:2]:
+        path = file_of(tmp_path, prefix_hash)
+        data = bytearray(path.read_bytes())
+        data[5000] ^= 1
+        path.write_bytes(data)
+    tier = DiskColdTier(tmp_path, capacity_bytes=1 << 20)
+    into = np.zeros_like(blocks)
+    assert tier.get(SPACE, hashes[2:], views(into[2:])).tolist() == [OK]
+    before = [file_of(tmp_path, prefix_hash).stat().st_ino for prefix_hash in hashes]
+    assert not tier.put(SPACE, hashes, views(blocks)).any()
+    after = [file_of(tmp_path, prefix_hash).stat().st_ino for prefix_hash in hashes]
+    assert [was != now for was, now in zip(before, after, strict=True)] == [True, True, False]
+    assert not tier.get(SPACE, hashes, views(into)).any()
+    assert np.array_equal(into, blocks)
+    assert tier.used_bytes() == 3 * ROOM
+    tier.check_integrity()
+    tier.close()
+
+
 def test_a_record_is_kept_where_it_is_this_process_that_cannot_read(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _NO_DESCRIPTORS, str(tmp_path)], check=False)
     assert done.returncode == 0

@@ -223,6 +223,26 @@ def test_equal_layouts_and_shards_open_one_space_and_others_never_see_each_other
 # Leases and stale handles
 
 
+def test_slots_that_are_none_of_the_space_have_no_address() -> None:
+    with store(4) as host:
+        space = host.space(SMALL)
+        last = space.capacity - 1
+        assert len(space.addresses(np.array([0, last], np.int32))) == 2
+        for wrong in (-1, last + 1, 10**9):
+            with pytest.raises(ConfigError, match=f"slots: must be from 0 to {last}"):
+                space.addresses(np.array([0, wrong], np.int32))
+
+
+def test_a_cold_tier_that_is_full_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cold = DiskColdTier(tmp_path, capacity_bytes=4095)  # a record takes 4096
+    with store(4, cold=cold) as host:
+        space = host.space(SMALL)
+        assert put(space, 0, 4, wait=5.0) == 4
+        assert host.flush(0.2) == 4
+        assert host.flush(0.2) == 4
+    assert sum("the cold tier is full, or too small" in text for text in caplog.messages) == 1
+
+
 def test_a_hit_needs_every_shard() -> None:
     with store(6) as host:
         shards = [host.space(SMALL, shard=f"tp{rank}/3") for rank in range(3)]

@@ -86,3 +86,23 @@ def test_an_interrupt_while_a_process_starts_ends_both_without_a_word(send: Call
     assert parent.returncode == 130
     assert shown == ("", "")
     assert not is_there(child)
+
+
+# Works until somebody stops it.
+ENDLESS = """
+from kvpager.api.processes import Interruptions
+
+with Interruptions() as interruptions:
+    interruptions.run_apart(exec, "import signal; print('begun', flush=True); signal.pause()")
+"""
+
+
+def test_a_process_whose_parent_is_killed_ends_without_a_word() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-P", "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "begun\n"
+    parent.kill()
+    # The pipes are closed when the last process that has them is gone.
+    assert parent.communicate(timeout=60) == ("", "")

@@ -66,10 +66,17 @@ _UNREADABLE: Final = (
 
 @dataclass(slots=True)
 class _Entry:
-    """A record that is there: what it takes of the capacity, and the time that its file says."""
+    """A record that is there.
+
+    Args:
+        room: what it takes of the capacity.
+        stamped: the time that its file says.
+        sound: whether this tier wrote it or has read it whole; one found when it was opened may be damaged.
+    """
 
     room: int
     stamped: float
+    sound: bool
 
 
 class _Call:
@@ -181,7 +188,7 @@ class DiskColdTier(RecordTier):
                         found_records.append((about.st_mtime, name, _room(about.st_size)))
         # The time of the last change stands in for the order of use, which only memory keeps exactly.
         for touched, name, room in sorted(found_records):
-            self._index[name] = _Entry(room, touched)
+            self._index[name] = _Entry(room, touched, sound=False)
             self._used += room
         while self._used > self._capacity:
             name, entry = self._index.popitem(last=False)
@@ -199,7 +206,7 @@ class DiskColdTier(RecordTier):
     def _put_blocks(
         self, space: bytes, hashes: Sequence[bytes], views: Sequence[memoryview], until: float
     ) -> StatusArray:
-        """Write one record per hash; one that is there already is only marked as used."""
+        """Write one record per hash; one that is known to be there is only marked as used."""
 
         def write(index: int) -> ColdStatus:
             return self._put(space, hashes[index], views[index], replace=False)
@@ -332,7 +339,7 @@ class DiskColdTier(RecordTier):
         try:
             with self._lock:
                 entry = self._index.get(name)
-                present = entry is not None and not replace
+                present = entry is not None and entry.sound and not replace
                 if entry is not None:
                     self._index.move_to_end(name)
                 victims = None if present else self._make_room(_room(size), call)
@@ -363,7 +370,7 @@ class DiskColdTier(RecordTier):
                 if written:
                     replaced = self._index.pop(name, None)
                     self._used -= replaced.room if replaced is not None else 0
-                    self._index[name] = _Entry(call.room, time.time())
+                    self._index[name] = _Entry(call.room, time.time(), sound=True)
                 else:
                     self._used -= call.room
                 self._end_moves(call)
@@ -502,6 +509,7 @@ class DiskColdTier(RecordTier):
         if useless:
             self._delete(name, entry)
         else:
+            entry.sound |= status == ColdStatus.OK
             self._stamp(name)
         return status
 
