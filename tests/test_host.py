@@ -234,10 +234,11 @@ def test_slots_that_are_none_of_the_space_have_no_address() -> None:
 
 
 def test_a_cold_tier_that_is_full_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cold = DiskColdTier(tmp_path, capacity_bytes=4095)  # a record takes 4096
+    cold = DiskColdTier(tmp_path, capacity_bytes=4096)
+    wide = KVLayout(1, 1, 32, block_size=16, dtype="float32")  # 4 KiB, and a header is beside it
     with store(4, cold=cold) as host:
-        space = host.space(SMALL)
-        assert put(space, 0, 4, wait=5.0) == 4
+        space = host.space(wide)
+        assert space.put(names(0, 4), blocks(0, 4, wide), wait=5.0) == 4
         assert host.flush(0.2) == 4
         assert host.flush(0.2) == 4
     assert sum("the cold tier is full, or too small" in text for text in caplog.messages) == 1
