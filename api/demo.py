@@ -92,6 +92,7 @@ def _run(options: argparse.Namespace) -> int:
 
     console = Console()
     console.print(f"Loading {options.model}.")
+    # These bring torch, which takes seconds: a word comes first.
     from .demo_chats import Settings, first_process, second_process
     from .demo_report import report
     from .demo_sidecar import run_on_sidecar
