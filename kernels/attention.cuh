@@ -1,22 +1,17 @@
 // What the attention kernels share: PTX primitives, and one warp's attention of 16 rows to 16 tokens.
 //
-// No header of the CUDA toolkit is included, so that NVRTC needs none installed. Instructions are those of the
-// PTX ISA (https://docs.nvidia.com/cuda/parallel-thread-execution/), named beside each.
+// Instructions are those of the PTX ISA (https://docs.nvidia.com/cuda/parallel-thread-execution/), named beside each.
 //
 // Compiled with: HEAD_DIM, a multiple of 16; BFLOAT16, 0 for fp16; SWIZZLED, 1 where the 16-byte chunk c of
 // token row t is stored at chunk c XOR (t mod 8), which spares ldmatrix its bank conflicts.
 #pragma once
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "words.cuh"
 
 constexpr int ROW_BYTES = HEAD_DIM * 2;
 constexpr int MMA_ROWS = 16;    // rows of an accumulator: query heads, of one sequence or of several
 constexpr int MMA_TOKENS = 16;  // tokens that a warp attends to at once
 constexpr float LOWEST = -1e30f;  // a finite stand-in for minus infinity, so that differences are numbers
-constexpr u64 TAG_FAR = 1, TAG_INSTALL = 2, TAG_MASK = 127;
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -233,7 +228,7 @@ __device__ __forceinline__ void add_scaled(float4& out, float factor, float4 x) 
 
 // Four columns of a row, merged from partial results; several are loaded at once, to wait for memory once.
 struct Merged {
-    static constexpr int AT_ONCE = 8;
+    static constexpr int AT_ONCE = 4;
     float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
     float most = LOWEST, sum = 0.f;
 

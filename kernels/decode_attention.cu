@@ -31,7 +31,7 @@ constexpr int CHUNK = STAGES;
 
 // Tiles before the end of a share, when the next one is looked for: early enough to know its words in time, and late, so
 // that whoever waits for slow memory takes nothing that others could do meanwhile.
-constexpr int AHEAD = 6;
+constexpr int AHEAD = 3;
 
 enum { FIRST = 1, LAST = 2, INSTALLS = 4, CHUNK_END = 8, STOP = 16 };
 
@@ -44,6 +44,9 @@ struct __align__(16) Tile {
     int column;    // of its first block
     u64 targets[MOST_BLOCKS];  // where blocks are installed; 0: nowhere
 };
+
+// What decode_attention.py counts on for the size of shared memory.
+static_assert(sizeof(Tile) == 48 + 8 * MOST_BLOCKS && sizeof(Result) == 20);
 
 struct Shared {
     char stage[STAGES][STAGE_BYTES];
@@ -86,10 +89,18 @@ __device__ void produce(const Problem& p, Shared& shared, int lane) {
     const auto members_of = [&](const Run& run) {
         return run.rows <= MMA_ROWS && lane < run.count ? p.members[run.members + lane] : 0;
     };
+    const auto load_queries = [&](const Run& run, int member, int stage) {
+        const u32 full = shared_address(&shared.full[stage]), bytes = p.group * ROW_BYTES;
+        if (lane == 0) barrier_expect(full, run.rows * ROW_BYTES);
+        __syncwarp();
+        if (lane >= run.count) return;
+        const u16* q = p.q + member * p.q_stride + head * p.group * HEAD_DIM;
+        bulk_load(shared_address(shared.query[stage]) + lane * bytes, reinterpret_cast<u64>(q), bytes, full);
+    };
     int share = blockIdx.x / p.kv_heads;
     if (share >= shares.teams) {
-        if (shares.free) wait_once();
-        share = shares.free ? take() : shares.count();
+        if (shares.levels > 1) wait_once();
+        share = shares.levels > 1 ? take() : shares.count();
     }
     if (share < shares.count()) {
         const Start& start = p.starts[share];
@@ -110,7 +121,7 @@ __device__ void produce(const Problem& p, Shared& shared, int lane) {
             int steps = 0, next_share = share, next_index = index + 1, next_column = 0, next_stop = stop;
             const auto look_ahead = [&] {
                 if (steps == 0) {
-                    next_share = shares.free ? take() : share + shares.teams;
+                    next_share = shares.levels > 1 ? take() : shares.count();
                 } else if (next_share < shares.count()) {
                     if (steps == 1) {
                         const Start& next = p.starts[next_share];
@@ -126,10 +137,11 @@ __device__ void produce(const Problem& p, Shared& shared, int lane) {
                 }
                 ++steps;
             };
-            wait_once();
+            // Of a plan that was used before, only a sequence's last token was written since, so that the ring fills
+            // with tiles before its last one while the kernels before still run. What else they write is waited for.
+            int early = 0;
             const bool few = run.rows <= MMA_ROWS;
-            const int parts = shares.parts(run);
-            const int first_row = run.rows_at + (head * parts + share - shares.owner(base)) * run.rows;
+            const int first_row = run.rows_at + (head * run.parts + share - run.share) * run.rows;
             int held = 0;
             for (int first = column; column < until; column += blocks, ++turn) {
                 const u64 word = __shfl_sync(~0u, at_hand, at + block);
@@ -141,20 +153,23 @@ __device__ void produce(const Problem& p, Shared& shared, int lane) {
                 const int here = min(blocks, until - column);
                 const bool copied = copies && block < here;
                 const bool begins = column == first, ends = column + blocks >= until;
-                const bool queries = begins && few;
+                if (waits && (ends || turn == STAGES)) {
+                    wait_once();
+                    if (early > 0 && few) load_queries(run, member, 0);
+                    __syncwarp();
+                    if (lane == 0)
+                        for (int i = 0; i < early; ++i) barrier_arrive(shared_address(&shared.full[i]));
+                }
+                early += waits;
                 const u64 source = (word & ~TAG_MASK) + offset;
                 const int stage = turn % STAGES;
                 const u32 full = shared_address(&shared.full[stage]);
                 const u32 memory = shared_address(shared.stage[stage]) + (plane * TILE + block * p.block_tokens) * ROW_BYTES;
                 if (turn >= STAGES) barrier_wait(shared_address(&shared.empty[stage]), (turn / STAGES - 1) & 1);
-                if (lane == 0) barrier_expect(full, here * 2 * slice + (queries ? run.rows * ROW_BYTES : 0));
+                if (lane == 0) barrier_expect(full, here * 2 * slice);
                 __syncwarp();
                 if (copied) bulk_load(memory, source, slice, full);
-                if (queries && lane < run.count) {
-                    const u32 bytes = p.group * ROW_BYTES;
-                    const u16* q = p.q + member * p.q_stride + head * p.group * HEAD_DIM;
-                    bulk_load(shared_address(shared.query[stage]) + lane * bytes, reinterpret_cast<u64>(q), bytes, full);
-                }
+                if (begins && few && !waits) load_queries(run, member, stage);
                 Tile& about = shared.tile[stage];
                 u64 target = 0;
                 if (copied && (word & TAG_INSTALL) && p.install != nullptr)
@@ -180,9 +195,11 @@ __device__ void produce(const Problem& p, Shared& shared, int lane) {
                     about.column = run.begin + column;
                 }
                 __syncwarp();
+                if (waits) continue;  // it arrives when the wait is over
                 if (lane == 0) barrier_arrive(full);
                 if (last_run && steps < 3 && until - column <= AHEAD * blocks) look_ahead();
             }
+            wait_once();
             if (last_run) {
                 while (steps < 3) look_ahead();
                 if (next_share >= shares.count()) break;
@@ -347,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), CTAS_PER_SM) deco
         consume(p, shared, warp, lane);
 }
 
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 4)
 combine(const __grid_constant__ Problem p, const __grid_constant__ Chain chain) {
     let_dependents_launch();
     combine_sequences(p, chain, [] { wait_for_kernels_before(); });

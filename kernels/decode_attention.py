@@ -9,8 +9,8 @@ raw addresses:
   replayed over other lengths and words. Teams of CTAs get equal shares of all blocks ("stream-K", Osama et
   al. 2023, https://arxiv.org/abs/2301.03598); where that divides a sequence, partial results merge by
   log-sum-exp ("Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html). There are large
-  shares and small ones: where some blocks are far, the small ones go to whoever is free, so that a team that
-  reads one sequence over the bus is not waited for.
+  shares and small ones, of which the small ones go to whoever is free, so that a team that reads one sequence
+  over the bus is not waited for.
 - Sequences whose words are equal share those blocks: one read serves them all, as the GPU's L2 does not keep
   host memory and each byte of it should cross the bus once (compare "Hydragen", Juravsky et al. 2024,
   https://arxiv.org/abs/2402.05099). Sharing is found from the words, and need not be declared.
@@ -48,8 +48,8 @@ from .reference import AttentionPlan
 
 __all__ = ["DecodePlan", "decode_attention", "decode_plan"]
 
-_SHARING: Final = "QqQiiQQQQQQQQ"
-_DIVISION: Final = "iiiiiiiiiqQQQQQQQ"
+_SHARING: Final = "QqQiiQQQQQQQ"
+_DIVISION: Final = "iiiiiiiiiiqQQQQQQQ"
 _PROBLEM: Final = "QqQqQqQQQQQQQQqQqqiiiif"
 _CHAIN: Final = "QQQQQQi"
 """The structs of the kernels, as `load_kernel` takes them."""
@@ -58,16 +58,18 @@ _ROUNDS: Final = 3
 _RUN_BYTES: Final = 64
 _START_BYTES: Final = 144
 _RESULT_BYTES: Final = 20
-_SHARES_WORDS: Final = 13
+_SHARES_WORDS: Final = 12
 _LEFT_WORDS: Final = 4
 _MOST_LEVELS: Final = 6
-_SMALLEST_SHARE: Final = 40
-"""Tiles of a share that it pays to divide the work for: each further share costs a merge, half a percent of
-the time of a batch that is just large enough for it (one H200)."""
+_WORTH_DIVIDING: Final = 200
+_SMALLEST_SHARE: Final = 20
+"""Tiles of a team's work from which on it pays to divide it in large and small shares, and of the smallest
+ones: each further share costs a merge (one H200)."""
 _SHARE_THREADS: Final = 256
 _DIVIDE_THREADS: Final = 1024
-_COMBINE_THREADS: Final = 128
-_COMBINE_CTAS_PER_SM: Final = 8
+_COMBINE_THREADS: Final = 256
+_COMBINE_CTAS_PER_SM: Final = 1
+"""One that fits beside the first CTAs that end: the next step's launch waits until all of them have begun."""
 _MOST_HIDDEN_CTAS: Final = 16
 _WARPS: Final = 4
 _MMA_ROWS: Final = 16
@@ -168,6 +170,9 @@ class _Divided:
 class DecodePlan:
     """Who shares which blocks in a step, as found on the GPU; good until a word or a length changes.
 
+    From its second use on, attention fetches blocks before the kernels ahead of it in the stream are over. These
+    may write the last token of each sequence, and nothing else that it reads.
+
     Made inside a captured graph, it is made anew from the table's and the lengths' memory at every replay.
 
     Attributes:
@@ -189,7 +194,7 @@ class DecodePlan:
         base = self._memory.data_ptr()
         step = 4 * _ROUNDS * seqs
         rounds = [base + step * i for i in range(5)]
-        return (*rounds, *(base + 5 * step + 4 * seqs * i for i in range(3)))
+        return (*rounds, *(base + 5 * step + 4 * seqs * i for i in range(2)))
 
     def _sharing(self) -> tuple[int, ...]:
         return (
@@ -250,6 +255,7 @@ class DecodePlan:
                 window,
                 teams,
                 levels,
+                _WORTH_DIVIDING,
                 _SMALLEST_SHARE,
                 rows,
                 at_first,
@@ -295,7 +301,7 @@ def plan_on_gpu(
     seqs = expect_rows(block_table, seq_lens)
     device = block_table.device
     expect_rows_mapped(block_table, seq_lens, layout)
-    memory = torch.empty(seqs * (5 * _ROUNDS + 3), dtype=torch.int32, device=device)
+    memory = torch.empty(seqs * (5 * _ROUNDS + 2), dtype=torch.int32, device=device)
     form = _portable_form(layout, device) if portable else _form(layout, seqs)
     plan = DecodePlan(layout, block_table, seq_lens, memory, form)
     if seqs == 0:
@@ -339,7 +345,8 @@ def decode_attention(
         window: a query at position ``i`` sees keys ``i - window < j <= i``; None for all ``j <= i``.
         install: int64, shape of `block_table`: where the page of this layer of each block whose word is
             tagged *install* is copied to.
-        plan: `decode_plan` of the same table, lengths and layout.
+        plan: `decode_plan` of the same table, lengths and layout. Where it was used before, kernels since then
+            may have written the last token of each sequence, `q`, and nothing else that attention reads.
         out: where the result is written, shape and dtype of `q`; None for a new tensor.
         lse: float32 [seqs, q_heads], takes the natural logarithm of the sum of exponentials of the
             scaled scores; minus infinity for an empty sequence.

@@ -8,14 +8,9 @@
 // Kernels of one step, in this order: `share` once per round, `rank`, `place`, `divide`.
 //
 // architectures: sm_80 sm_90a sm_100a
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
 #include "decode_plan.cuh"
 
 constexpr int NOBODY = -1;
-constexpr u64 TAG_FAR = 1;
 
 struct Sharing {
     const u64* table;
@@ -30,7 +25,6 @@ struct Sharing {
     int* piece;    // [ROUNDS][sequences]: which of the leader's runs ends there, or NOBODY if another follower tells
     int* followers;  // [sequences]
     int* ends;       // [sequences]: different columns at which followers leave
-    int* far;        // [sequences]: whether any of its blocks is far
 };
 
 // How far a sequence came before a round, and behind whom. False where it stopped looking.
@@ -61,13 +55,6 @@ extern "C" __global__ void __launch_bounds__(SHARE_THREADS) share(const __grid_c
     }
     __syncthreads();
     const u64* mine = s.table + me * s.table_stride;
-    if (round == 0) {
-        int far = 0;
-        const int columns = (s.lengths[me] + s.block_tokens - 1) / s.block_tokens;
-        for (int c = threadIdx.x; c < columns; c += SHARE_THREADS) far |= mine[c] & TAG_FAR;
-        far = __syncthreads_or(far);
-        if (threadIdx.x == 0) s.far[me] = far;
-    }
     if (!looking) return;
     const u64 word = mine[column];
     for (int from = 0; from < me; from += SHARE_THREADS) {
@@ -164,7 +151,8 @@ struct Division {
     int window;       // tokens that a query sees, 0 for all; nothing is shared then
     int most_teams;
     int most_levels;
-    int smallest;     // units of work of a share that it pays to divide for
+    int enough;       // units of work of a team from which on there are small shares too
+    int smallest;     // units of work of these
     i64 partial_rows; // room for partial results
     int* first_run;   // [sequences + 1]
     int* members;     // [(ROUNDS + 1) * sequences]
@@ -297,13 +285,17 @@ __device__ bool try_divide(const Sharing& s, const Division& d, bool shared, i64
     int levels = d.most_levels;
     shares.teams = min(d.most_teams, total / heaviest);
     while (shares.teams > 0) {
-        shares.divide(max(d.smallest, heaviest), levels);
+        shares.divide(d.enough, max(d.smallest, heaviest), levels);
         i64 rows = 0;
         for (int from = 0; from < runs; from += DIVIDE_THREADS) {
             const int i = from + me;
             i64 mine = 0;
-            if (i < runs && d.runs[i].size > 0)
-                mine = static_cast<i64>(d.runs[i].rows) * shares.parts(d.runs[i]) * d.kv_heads;
+            if (i < runs && d.runs[i].size > 0) {
+                Run& run = d.runs[i];
+                run.share = shares.owner(run.position);
+                run.parts = shares.owner(run.position + run.size - run.weight) - run.share + 1;
+                mine = static_cast<i64>(run.rows) * run.parts * d.kv_heads;
+            }
             i64 all;
             const i64 before = sum_before(mine, all, scratch);
             if (i < runs) d.runs[i].rows_at = static_cast<int>(rows + before);
@@ -329,18 +321,15 @@ divide(const __grid_constant__ Sharing s, const __grid_constant__ Division d) {
     }
     __shared__ int left;
     if (me == 0) left = 0;
-    int far = 0;
-    for (int q = me; q < s.sequences; q += DIVIDE_THREADS) far |= s.far[q];
-    shares.free = __syncthreads_or(far) && shares.levels > 1;
+    __syncthreads();
     // Whoever has one run, and that in one share, is finished by the CTAs that work on it.
     for (int q = me; q < s.sequences; q += DIVIDE_THREADS) {
         const int first = d.first_run[q];
         const bool empty = first == d.first_run[q + 1];
         if (!empty && d.runs[first].alone) {
             Run& run = d.runs[first];
-            const int parts = shares.parts(run);
-            run.alone = parts == 1;
-            if (parts > 1) d.left[atomicAdd(&left, 1)] = {q, parts, run.rows_at, run.rows};
+            run.alone = run.parts == 1;
+            if (run.parts > 1) d.left[atomicAdd(&left, 1)] = {q, run.parts, run.rows_at, run.rows};
         } else {
             d.left[atomicAdd(&left, 1)] = {q, 0, 0, 0};
         }

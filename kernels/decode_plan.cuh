@@ -1,6 +1,8 @@
 // What the kernels of a decode step agree on; made by decode_plan.cu, read by decode_work.cuh.
 #pragma once
 
+#include "words.cuh"
+
 constexpr int ROUNDS = 3;  // depths of prefix sharing that are looked for
 
 // Columns of the block table that one set of sequences shares: of the sequence `leader`, and of others whose
@@ -18,7 +20,9 @@ struct __align__(16) Run {
     int rows_at;     // where its partial results begin: [kv_heads][parts][rows]
     int rows;        // count * group
     int alone;       // its only sequence has no other run, and one share has all of it
-    int unused[3];
+    int share;       // the first that works on it
+    int parts;       // how many do
+    int unused;
 };
 
 // Where a share of the work begins.
@@ -31,9 +35,9 @@ struct __align__(16) Start {
 };
 
 // How the work is divided: in shares for teams of CTAs, one CTA for every KV head. A team goes over the same blocks at
-// the same time, so that neighbouring slices of a page are read together. A team has a share of each level, of large ones
-// and of small ones. Where some blocks are far it has that of the first level alone, and the others are taken by whoever
-// is free, so that who waits for the bus takes fewer ("guided self-scheduling", Polychronopoulos and Kuck 1987).
+// the same time, so that neighbouring slices of a page are read together. There is a share for every team of each level,
+// of large ones and of small ones. A team begins with that of the first level, and the others are taken by whoever is
+// free, so that who waits for the bus takes fewer ("guided self-scheduling", Polychronopoulos and Kuck 1987).
 // Boundaries depend on lengths and sharing only, and so do results.
 constexpr int MOST_LEVELS = 6;
 
@@ -42,17 +46,17 @@ struct Shares {
     int teams;
     int levels;  // of each there is a share for every team
     int begin[MOST_LEVELS + 1];  // units of work before a level
-    int free;    // whether shares beyond the first level are taken by whoever is free
     int shared;  // whether sequences share runs
     int left;    // sequences that `combine` has to see to
 
     __device__ __forceinline__ int count() const { return teams * levels; }
 
-    // Levels of half of what is left each, as long as a share has `smallest` units of work, and one of the rest. The
-    // shares of all but the last are equal to the unit.
-    __device__ __forceinline__ void divide(int smallest, int most_levels) {
+    // One level where a team has fewer than `enough` units of work. Otherwise levels of half of what is left each, as
+    // long as a share has `smallest` units, and one of the rest. The shares of all but the last are equal to the unit.
+    __device__ __forceinline__ void divide(int enough, int smallest, int most_levels) {
         begin[0] = 0;
         int before = 0;
+        if (total / teams < enough) most_levels = 1;
         for (levels = 1; levels < most_levels && (total - before) / 2 >= teams * smallest; ++levels)
             begin[levels] = before += (total - before) / 2 / teams * teams;
         for (int i = levels; i <= MOST_LEVELS; ++i) begin[i] = total;
@@ -76,11 +80,6 @@ struct Shares {
             }
         return level * teams + static_cast<int>((static_cast<i64>(unit - begins + 1) * teams - 1) / (ends - begins));
     }
-
-    // How many shares work on a run.
-    __device__ __forceinline__ int parts(const Run& run) const {
-        return owner(run.position + run.size - run.weight) - owner(run.position) + 1;
-    }
 };
 
 // A sequence whose attention is made of several parts, which `combine` merges.
@@ -90,6 +89,9 @@ struct __align__(16) Left {
     int rows_at;  // where they begin: [kv_heads][parts][rows]
     int rows;
 };
+
+// Memory for these is allotted by decode_attention.py, which counts on their sizes.
+static_assert(sizeof(Run) == 64 && sizeof(Start) == 144 && sizeof(Shares) == 12 * 4 && sizeof(Left) == 4 * 4);
 
 // The first column of the first tile that begins at or after `unit`, of tiles of `weight` units from `base` on.
 __device__ __forceinline__ int first_column(int base, int weight, int unit, int tile_columns) {

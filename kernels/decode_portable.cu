@@ -140,14 +140,8 @@ struct Loader {
 
 // A share's part of a run.
 __device__ __forceinline__ Result result_of(const Problem& p, int run, int share, int head) {
-    const Shares shares = *p.shares;
     const Run& of = p.runs[run];
-    const int parts = shares.parts(of);
-    return {of.rows,
-            of.members,
-            head,
-            of.rows_at + (head * parts + share - shares.owner(of.position)) * of.rows,
-            of.alone};
+    return {of.rows, of.members, head, of.rows_at + (head * of.parts + share - of.share) * of.rows, of.alone};
 }
 
 // The lanes of a warp, or all warps of the CTA, wait for each other.

@@ -173,7 +173,7 @@ struct Chain {
     int sequences;
 };
 
-constexpr int COMBINE_THREADS = 128;
+constexpr int COMBINE_THREADS = 256;
 
 // A warp for every 32 words, of four columns each, of a sequence's KV head. What the plan says is read before `wait`
 // returns, which it does when the partial results are there.
@@ -208,7 +208,7 @@ __device__ __forceinline__ void combine_sequences(const Problem& p, const Chain&
             add(left.rows_at, left.rows, left.parts, 0);
         } else if (chain.lengths[left.sequence] > 0) {
             const auto add_run = [&](const Run& run, int member) {
-                if (run.size > 0) add(run.rows_at, run.rows, shares.parts(run), member);
+                if (run.size > 0) add(run.rows_at, run.rows, run.parts, member);
             };
             const int rounds = shares.shared ? ROUNDS : 0;
 #pragma unroll 1

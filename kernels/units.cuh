@@ -1,11 +1,7 @@
 // What the kernels that move rows share: accesses of UNIT_BYTES, and where a swizzled row keeps its chunks.
 #pragma once
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-constexpr u64 TAG_MASK = 127;
+#include "words.cuh"
 
 template <int BYTES> struct UnitOf;
 template <> struct UnitOf<16> { typedef uint4 type; };

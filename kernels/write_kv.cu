@@ -21,6 +21,10 @@ extern "C" __global__ void __launch_bounds__(256) write_kv(
     u32 heads, u32 row_units,
     u64 layer_bytes, u64 plane_bytes, u64 slice_bytes  // from a block to its layer, from keys to values, from head to head
 ) {
+#if __CUDA_ARCH__ >= 900
+    // Attention that comes next may fetch what is not written here meanwhile, and waits for the rest.
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
     u32 item = blockIdx.x * blockDim.x + threadIdx.x;
     if (item >= count) return;
     u32 unit = item % row_units;

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from kvpager import KVLayout
-from kvpager.kernels import decode_attention, decode_plan
+from kvpager.kernels import DecodePlan, decode_attention, decode_plan, write_kv
+from kvpager.kernels.reference import AttentionPlan
 from kvpager.tests.attention_cases import Case, make_case
 from kvpager.tiers.address import FAR, INSTALL
 from kvpager.tiers.errors import KernelError
@@ -65,12 +66,14 @@ def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Work divided as usual, and so finely that small cases have shares of many sizes."""
     if request.param == "small shares":
         monkeypatch.setattr(_MODULE, "_SMALLEST_SHARE", 1)
+        monkeypatch.setattr(_MODULE, "_WORTH_DIVIDING", 1)
 
 
 @pytest.mark.parametrize("seed", range(_SEEDS))
 def test_random_batches_agree_with_float64(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = random.Random(seed)
     monkeypatch.setattr(_MODULE, "_SMALLEST_SHARE", choose.choice([1, 3, _MODULE._SMALLEST_SHARE]))
+    monkeypatch.setattr(_MODULE, "_WORTH_DIVIDING", choose.choice([1, 8, _MODULE._WORTH_DIVIDING]))
     head_dim = choose.choice([64, 128, 128, 256, 80, 96])
     layout = KVLayout(
         1,
@@ -205,6 +208,41 @@ def test_a_captured_graph_follows_new_words_and_lengths() -> None:
         want, _ = case.answer(q, layout.head_dim**-0.5)
         assert _error(out, want) < _TOLERANCE["float16"]
     _installed(second)
+
+
+@pytest.mark.usefixtures("shares")
+def test_a_plan_that_was_used_sees_the_token_that_was_written_just_before() -> None:
+    """Attention fetches blocks while the kernel ahead of it still writes the last token of each sequence."""
+    layout = KVLayout(1, 2, 128)
+    rng = random.Random(11)
+    seqs, steps = 40, 60
+    case = make_case(layout, [rng.randint(1, 3000) for _ in range(seqs)], torch.device("cuda"), seed=11)
+    last = (case.lengths.long() - 1).view(-1, 1)
+    addresses = case.table.gather(1, last // layout.block_size).view(-1)
+    offsets = (last % layout.block_size).view(-1)
+    generator = torch.Generator("cuda").manual_seed(11)
+    kv = torch.randn(2, steps, seqs, 2, 128, generator=generator, device="cuda", dtype=torch.float16)
+    q = _query(case, 4, 11)
+    plan = decode_plan(case.table, case.lengths, layout)
+    outs = q.new_empty((steps, *q.shape))
+
+    def step(number: int, plan: AttentionPlan | DecodePlan) -> torch.Tensor:
+        write_kv(kv[0, number], kv[1, number], addresses, offsets, 0, layout)
+        return decode_attention(q, case.table, case.lengths, 0, layout, plan=plan, out=outs[number])
+
+    step(0, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(steps):
+            step(number, plan)
+    outs.fill_(torch.nan)
+    graph.replay()
+    found = outs.clone()
+    for number in range(steps):
+        torch.cuda.synchronize()
+        step(number, decode_plan(case.table, case.lengths, layout))
+    assert torch.equal(_bits(found), _bits(outs))
+    assert len({bytes(_bits(out).cpu().numpy()) for out in outs}) == steps
 
 
 def test_wrong_arguments_are_told_before_the_launch() -> None:
