@@ -1,6 +1,10 @@
 // Bulk asynchronous copies and their barriers (sm_90 on), from PTX ISA: cp.async.bulk, mbarrier, griddepcontrol.
 #pragma once
 
+// Lanes that arrive at a barrier for their warp, after it has come together. With 32 compute-sanitizer's racecheck, which
+// does not follow who came together, can check the ring.
+constexpr int ARRIVALS = 1;
+
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }

@@ -157,7 +157,7 @@ __device__ void produce(const Problem& p, Shared& shared, int lane) {
                     wait_once();
                     if (early > 0 && few) load_queries(run, member, 0);
                     __syncwarp();
-                    if (lane == 0)
+                    if (lane < ARRIVALS)
                         for (int i = 0; i < early; ++i) barrier_arrive(shared_address(&shared.full[i]));
                 }
                 early += waits;
@@ -196,7 +196,7 @@ __device__ void produce(const Problem& p, Shared& shared, int lane) {
                 }
                 __syncwarp();
                 if (waits) continue;  // it arrives when the wait is over
-                if (lane == 0) barrier_arrive(full);
+                if (lane < ARRIVALS) barrier_arrive(full);
                 if (last_run && steps < 3 && until - column <= AHEAD * blocks) look_ahead();
             }
             wait_once();
@@ -223,10 +223,9 @@ __device__ void produce(const Problem& p, Shared& shared, int lane) {
     wait_once();
     const int stage = turn % STAGES;
     if (turn >= STAGES) barrier_wait(shared_address(&shared.empty[stage]), (turn / STAGES - 1) & 1);
-    if (lane == 0) {
-        shared.tile[stage].flags = STOP;
-        barrier_arrive(shared_address(&shared.full[stage]));
-    }
+    if (lane == 0) shared.tile[stage].flags = STOP;
+    __syncwarp();
+    if (lane < ARRIVALS) barrier_arrive(shared_address(&shared.full[stage]));
 }
 
 // Write a tile's 16 tokens from `token` on to where their block is installed, once per different place.
@@ -254,7 +253,7 @@ __device__ __forceinline__ void release(Shared& shared, int stage, bool installe
     fence_for_copies();
     if (installed && lane == 0) bulk_wait_read();
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+    if (lane < ARRIVALS) barrier_arrive(shared_address(&shared.empty[stage]));
 }
 
 // Where the 32-bit words of a row of the query are: in the stage of a run's first tile, or where they came from.
@@ -325,7 +324,10 @@ __device__ __forceinline__ void consume(const Problem& p, Shared& shared, int wa
                         attend_part(p, acc, query, offsets, tile.tokens, tile.skipped, memory, token, lane);
                 }
                 ++held;
-                if ((these & LAST) && lane == 0) shared.result[warp] = tile.result;
+                if (these & LAST) {
+                    __syncwarp();  // nobody reads that of the run before any more
+                    if (lane == 0) shared.result[warp] = tile.result;
+                }
                 if (pass == passes - 1) release(shared, now, these & INSTALLS, lane);
                 if (these & CHUNK_END) break;
             }
@@ -350,8 +352,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), CTAS_PER_SM) deco
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&shared.full[i]), 1);
-            barrier_init(shared_address(&shared.empty[i]), WARPS);
+            barrier_init(shared_address(&shared.full[i]), ARRIVALS);
+            barrier_init(shared_address(&shared.empty[i]), WARPS * ARRIVALS);
         }
         barrier_init_done();
     }

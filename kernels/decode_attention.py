@@ -68,8 +68,8 @@ ones: each further share costs a merge (one H200)."""
 _SHARE_THREADS: Final = 256
 _DIVIDE_THREADS: Final = 1024
 _COMBINE_THREADS: Final = 256
-_COMBINE_CTAS_PER_SM: Final = 1
-"""One that fits beside the first CTAs that end: the next step's launch waits until all of them have begun."""
+_COMBINE_CTAS_PER_SM: Final = 2
+"""As many as fit beside the first CTAs that end: the next step's launch waits until all of them have begun."""
 _MOST_HIDDEN_CTAS: Final = 16
 _WARPS: Final = 4
 _MMA_ROWS: Final = 16
@@ -170,8 +170,8 @@ class _Divided:
 class DecodePlan:
     """Who shares which blocks in a step, as found on the GPU; good until a word or a length changes.
 
-    From its second use on, attention fetches blocks before the kernels ahead of it in the stream are over. These
-    may write the last token of each sequence, and nothing else that it reads.
+    From its second use on, attention fetches blocks before the kernels ahead of it in the stream are over.
+    These may write the last token of each sequence, and nothing else that it reads.
 
     Made inside a captured graph, it is made anew from the table's and the lengths' memory at every replay.
 
@@ -345,8 +345,8 @@ def decode_attention(
         window: a query at position ``i`` sees keys ``i - window < j <= i``; None for all ``j <= i``.
         install: int64, shape of `block_table`: where the page of this layer of each block whose word is
             tagged *install* is copied to.
-        plan: `decode_plan` of the same table, lengths and layout. Where it was used before, kernels since then
-            may have written the last token of each sequence, `q`, and nothing else that attention reads.
+        plan: `decode_plan` of the same table, lengths and layout. Where it was used before, kernels since
+            then may have written the last token of each sequence, `q`, and nothing else that is read here.
         out: where the result is written, shape and dtype of `q`; None for a new tensor.
         lse: float32 [seqs, q_heads], takes the natural logarithm of the sum of exponentials of the
             scaled scores; minus infinity for an empty sequence.

@@ -126,14 +126,12 @@ __device__ __forceinline__ void produce(const Problem& p, Shared& shared, const 
         const u64 page = word & STAGED ? p.staging + (word >> NUMBER_SHIFT) * p.page_bytes : word + p.layer_offset;
         const u32 full = shared_address(&shared.full[stage]);
         if (turn >= STAGES) barrier_wait(shared_address(&shared.empty[stage]), (turn / STAGES - 1) & 1);
-        if (lane == 0) {
-            barrier_expect(full, here * 2 * slice);
-            barrier_arrive(full);
-        }
+        if (lane == 0) barrier_expect(full, here * 2 * slice);
         __syncwarp();
         if (copies && block < here)
             bulk_load(shared_address(shared.stage[stage]) + (plane * TILE + block * p.block_tokens) * ROW_BYTES,
                       page + inside, slice, full);
+        if (lane < ARRIVALS) barrier_arrive(full);
     }
 }
 
@@ -190,7 +188,7 @@ __device__ __forceinline__ void consume(const Problem& p, Shared& shared, const 
             }
         fence_for_copies();
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+        if (lane < ARRIVALS) barrier_arrive(shared_address(&shared.empty[stage]));
     }
     if (!active) return;
     acc.finish_sums();
@@ -222,8 +220,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) prefill(const 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&shared.full[i]), 1);
-            barrier_init(shared_address(&shared.empty[i]), WARPS);
+            barrier_init(shared_address(&shared.full[i]), ARRIVALS);
+            barrier_init(shared_address(&shared.empty[i]), WARPS * ARRIVALS);
         }
         barrier_init_done();
     }
