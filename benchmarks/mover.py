@@ -109,11 +109,12 @@ def on_the_host(rounds: int) -> list[Row]:
 
 
 def on_a_gpu(rounds: int) -> list[Row]:
-    """`CudaMover` between VRAM and page-locked memory against one copy in one piece."""
+    """`CudaMover`, as engines make it, between VRAM and page-locked memory against one copy in one piece."""
     import torch
+    from kvpager.kernels.copy_blocks import AddressCopier
 
     rows = []
-    mover = CudaMover("cuda:0")
+    mover = CudaMover("cuda:0", AddressCopier("cuda:0"))
     with PinnedArena(DEVICE_BYTES, device="cuda:0") as arena:
         arena.wait_ready()
         base = arena.base

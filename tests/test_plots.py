@@ -72,7 +72,7 @@ def test_the_page_says_of_each_batch_in_hbm_whether_its_target_is_met() -> None:
     for row in figures["hbm"] + figures["ragged"]:
         rate, ceiling = f"| {row['GB/s']:,.0f} |", f"| {row['ceiling']:,.0f} |"
         (line,) = (line for line in PAGE.splitlines() if rate in line and ceiling in line)
-        assert f"| {row['of peer']:.2f}x |" in line
+        assert f"| {row['of peer']:.3f}x |" in line
         assert line.endswith("| met |" if row["target"] else "| not met |")
 
 
