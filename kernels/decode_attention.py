@@ -69,7 +69,7 @@ _SHARE_THREADS: Final = 256
 _DIVIDE_THREADS: Final = 1024
 _COMBINE_THREADS: Final = 256
 _COMBINE_CTAS_PER_SM: Final = 2
-"""As many as fit beside the first CTAs that end: the next step's launch waits until all of them have begun."""
+"""As many as fit beside the first CTAs that end: the next launch waits until all of them have begun."""
 _MOST_HIDDEN_CTAS: Final = 16
 _WARPS: Final = 4
 _MMA_ROWS: Final = 16

@@ -109,13 +109,15 @@ def make_case(
     far_share: float = 0.0,
     install_share: float = 0.0,
     shared_share: float = 0.0,
+    far_slots: torch.Tensor | None = None,
 ) -> Case:
     """A batch of sequences of `lengths`.
 
     Args:
-        far_share: of the blocks, how many lie in host memory.
+        far_share: of the blocks, how many are far: in host memory.
         install_share: of those, how many are tagged *install*.
         shared_share: of the sequences, how many begin with blocks of another one.
+        far_slots: uint8 [slots, block_bytes], where far blocks lie instead; enough for all.
     """
     choose = random.Random(seed)
     size = layout.block_size
@@ -144,12 +146,14 @@ def make_case(
     order = torch.randperm(shape[0], generator=generator, device=device)
     near = torch.empty_like(stored)
     near[order] = stored
-    far = torch.empty(stored.shape, dtype=torch.uint8, pin_memory=on_gpu)
-    far[order.cpu()] = stored.cpu()
+    if far_slots is None:
+        far_slots = torch.empty(stored.shape, dtype=torch.uint8, pin_memory=on_gpu)
+    far = far_slots[: shape[0]]
+    far[order.to(far.device)] = stored.to(far.device)
     is_far = torch.rand(shape[0], generator=generator, device=device) < far_share
     tagged = is_far & (torch.rand(shape[0], generator=generator, device=device) < install_share)
     near[order[is_far]] = 0xFF  # NaN, so that nobody takes the wrong copy
-    far[order[~is_far].cpu()] = 0xFF
+    far[order[~is_far].to(far.device)] = 0xFF
     slots = torch.full((shape[0], layout.block_bytes), 0xA5, dtype=torch.uint8, device=device)
     place = order * layout.block_bytes
     word = torch.where(is_far, far.data_ptr() + place + FAR, near.data_ptr() + place) + tagged * INSTALL

@@ -261,3 +261,9 @@ class TestDeviceArena:
         arena.close()
         with pytest.raises(MemoryUnavailableError, match="device_blocks"):
             DeviceArena(1 << 30, 1 << 20, "cuda:0")
+
+
+def test_an_arena_that_no_gpu_holds_is_not_opened_to_one() -> None:
+    arena = DeviceArena(1024, 4)
+    with pytest.raises(ConfigError, match="cpu is not in the memory of a GPU"):
+        arena.open_to("cuda:0")

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .address import TAG_MASK
+from .driver import let_reach
 from .errors import CapacityError, ClosedError, ConfigError, IntegrityError, MemoryUnavailableError
 from .layout import SLICE_ALIGNMENT
 from .memory import format_bytes, memory_headroom
@@ -278,6 +279,20 @@ class DeviceArena:
         """bool [n]: which of ``addresses`` (int64 [n]) lie in this arena."""
         addresses = expect_array("addresses", addresses, _INT64)
         return (addresses >= self.base) & (addresses < self.base + self.num_slots * self.slot_bytes)
+
+    def open_to(self, device: str) -> None:
+        """Let another GPU read and write the slots in place, at the addresses that they have.
+
+        Args:
+            device: ``cuda`` or ``cuda:N``.
+
+        Raises:
+            ConfigError: it is no CUDA device or cannot reach this one's memory, or the arena is not in VRAM.
+            ClosedError: after `close`.
+        """
+        if self.slab.device.type != "cuda":
+            raise ConfigError("device", f"an arena on {self.device} is not in the memory of a GPU")
+        let_reach(device, self.device)
 
     def close(self) -> None:
         """Give the memory back, once tensors that the caller made of `slab` are gone too. Idempotent."""

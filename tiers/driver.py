@@ -22,6 +22,7 @@ __all__ = [
     "device_ordinal",
     "driver_answers",
     "driver_devices",
+    "let_reach",
     "use_primary_context",
     "why_no_driver",
 ]
@@ -144,3 +145,34 @@ def use_primary_context(driver: Any, ordinal: int) -> Any:
     )
     check(driver.cuCtxSetCurrent(context), f"entering the context of CUDA device {ordinal}")
     return handle
+
+
+def let_reach(reader: str, owner: str) -> None:
+    """Let kernels on the GPU `reader` read and write the memory of the GPU `owner` at the same addresses.
+
+    It holds for the process, for memory that was or will be allocated there, over NVLink or PCIe. Doing it
+    again changes nothing. Source: CUDA driver API manual, peer context memory access.
+
+    Raises:
+        ConfigError: one of them is no CUDA device, no driver answers, cuda-python is not installed, or the
+            two are not connected so.
+        KVPagerError: the driver refuses.
+    """
+    ordinals = device_ordinal(reader), device_ordinal(owner)
+    if ordinals[0] == ordinals[1]:
+        return
+    driver = cuda_driver()
+    handles = [check(driver.cuDeviceGet(ordinal), f"opening CUDA device {ordinal}") for ordinal in ordinals]
+    if not check(driver.cuDeviceCanAccessPeer(*handles)):
+        raise ConfigError("device", f"{reader} cannot reach the memory of {owner}")
+    before = check(driver.cuCtxGetCurrent())
+    try:
+        # Both contexts are those of torch, which keeps them: they are not given back.
+        use_primary_context(driver, ordinals[1])
+        context = check(driver.cuCtxGetCurrent())
+        use_primary_context(driver, ordinals[0])
+        (status,) = driver.cuCtxEnablePeerAccess(context, 0)
+        if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+            check((status,), f"letting {reader} reach {owner}")
+    finally:
+        check(driver.cuCtxSetCurrent(before))
