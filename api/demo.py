@@ -3,7 +3,8 @@
 Many more chats than the device tier holds talk about a few documents; host memory is smaller than all of
 them together, so blocks reach the cold tier. Then the process ends, and another one answers the next
 question of every chat from the cold tier. At last every prompt is answered once more without any cache,
-and the answers are compared.
+and the answers are compared, token by token. On a GPU attention runs on kernels, in float16; there one that
+differs must do so where two tokens are a tie but for rounding, by logits that are computed without cache.
 
 With --sidecar the host memory is a sidecar's: one engine takes the first turn of every chat and ends, another
 one goes on from its KV, and then two at once share the chats. Their answers are compared likewise.
@@ -55,6 +56,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N (default: %(default)s)")
     parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        default="auto",
+        help="what to compute in (default: float16 on a GPU whose kernels compute attention, else float32). "
+        "In 16 bits answers may differ where two tokens are a tie but for rounding, which is checked",
+    )
+    parser.add_argument(
         "--sidecar", action="store_true", help="engines one after the other, then at once, on one sidecar"
     )
     parser.add_argument(
@@ -98,13 +106,15 @@ def _run(options: argparse.Namespace) -> int:
     from .demo_sidecar import run_on_sidecar
 
     with Interruptions() as interruptions, _cold_place(options, interruptions) as cold:
-        settings = Settings(options.model, options.device, sessions, options.answer_tokens, cold)
+        settings = Settings(
+            options.model, options.device, sessions, options.answer_tokens, cold, options.dtype
+        )
         if options.sidecar:
             return run_on_sidecar(console, interruptions, settings, options.socket)
         first: Chats = interruptions.run_apart(first_process, settings)
         console.print("\n[bold]The process has ended; another one starts with empty VRAM and host memory.[/]")
-        second: Chats = interruptions.run_apart(second_process, settings, first)
-    return report(console, first, second)
+        second, truth = interruptions.run_apart(second_process, settings, first)
+    return report(console, first, second, truth)
 
 
 @contextmanager

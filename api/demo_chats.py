@@ -24,8 +24,9 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..engine.judge import Difference, compare
 from ..engine.llm import LLM, Completion
-from ..engine.loader import LoadedModel, load_model
+from ..engine.loader import LoadedModel, find_device, load_model
 from ..engine.sampler import SamplingParams
 from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.cold_url import open_cold_tier
@@ -36,6 +37,7 @@ from .client import connect
 __all__ = [
     "Chats",
     "Settings",
+    "Truth",
     "Turn",
     "first_process",
     "first_talks",
@@ -68,13 +70,18 @@ _RUNNING: Final = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """What the demo was asked for."""
+    """What the demo was asked for.
+
+    Attributes:
+        dtype: what to compute in; ``auto`` is float16 where kernels compute attention, and float32 elsewhere.
+    """
 
     model: str
     device: str
     sessions: int
     answer_tokens: int
     cold: str
+    dtype: str = "auto"
 
 
 @dataclass
@@ -99,8 +106,8 @@ class Chats:
         saved_bytes: what sharing saved at its peak.
         counters: of both stores, when they were closed.
         ttft: seconds to the first token, by where the KV of the prompt was.
-        truth: answers computed without any cache, for the turns of both processes.
-        truth_seconds: spent on these.
+        kernels: which attention ran on kernels, of ``decode`` and ``prefill``.
+        captured: sizes of the batches whose decode step became a CUDA graph.
     """
 
     talks: list[Talk]
@@ -112,8 +119,23 @@ class Chats:
     saved_bytes: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     ttft: dict[str, float] = field(default_factory=dict)
-    truth: list[tuple[int, ...]] = field(default_factory=list)
-    truth_seconds: float = 0.0
+    kernels: tuple[str, ...] = ()
+    captured: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What answers without any cache say of those that were given.
+
+    Attributes:
+        dtype: what all of them were computed in.
+        seconds: spent on the answers without cache.
+        differences: one for each answer that is not the same, token by token.
+    """
+
+    dtype: str
+    seconds: float
+    differences: list[Difference]
 
 
 def first_process(settings: Settings) -> Chats:
@@ -126,15 +148,14 @@ def first_process(settings: Settings) -> Chats:
     return chats
 
 
-def second_process(settings: Settings, first: Chats) -> Chats:
+def second_process(settings: Settings, first: Chats) -> tuple[Chats, Truth]:
     """One more turn, from the cold tier; then every prompt of both processes without any cache."""
     loaded = _load(settings)
     chats = Chats(first.talks, first.device_blocks, first.host_blocks)
     with _engine(settings, loaded, chats) as llm:
         _take_turns(llm, settings, chats, (2,), "turn {} after the restart")
         _measure_ttft(llm, chats)
-    _answer_uncached(settings, loaded, chats, [turn.prompt for turn in (*first.turns, *chats.turns)])
-    return chats
+    return chats, _answer_uncached(settings, loaded, [*first.turns, *chats.turns])
 
 
 def first_talks(sessions: int) -> list[Talk]:
@@ -175,12 +196,9 @@ def on_sidecar(
     return chats
 
 
-def uncached(settings: Settings, prompts: list[list[int]]) -> tuple[list[tuple[int, ...]], float]:
-    """Answers to prompts without any cache, and the seconds that they took."""
-    loaded = _load(settings)
-    chats = Chats([], 0, 0)
-    _answer_uncached(settings, loaded, chats, prompts)
-    return chats.truth, chats.truth_seconds
+def uncached(settings: Settings, turns: list[Turn]) -> Truth:
+    """Every prompt answered without any cache, and what that says of the answers."""
+    return _answer_uncached(settings, _load(settings), turns)
 
 
 def _open_cold(settings: Settings) -> ColdTier:
@@ -214,8 +232,16 @@ def _place(settings: Settings) -> str:
 
 def _load(settings: Settings, quiet: bool = False) -> LoadedModel:
     with Console(quiet=quiet).status(f"loading {settings.model}"):
-        # float32, so that answers are comparable to the last bit that decides a token.
-        return load_model(settings.model, dtype="float32", device=settings.device)
+        if settings.dtype != "auto":
+            return load_model(settings.model, dtype=settings.dtype, device=settings.device)
+        device = find_device(settings.device)
+        if device.type == "cuda":
+            loaded = load_model(settings.model, dtype="float16", device=device)
+            if "decode" in loaded.model.kernels_for(loaded.model.kv_layout(16)):
+                return loaded
+            del loaded
+        # Where no kernel wants 16 bits, answers are comparable to the last bit that decides a token.
+        return load_model(settings.model, dtype="float32", device=device)
 
 
 def _size(settings: Settings, loaded: LoadedModel, talks: list[Talk]) -> Chats:
@@ -229,8 +255,8 @@ def _size(settings: Settings, loaded: LoadedModel, talks: list[Talk]) -> Chats:
     size = layout.block_bytes / 1e6
     console = Console()
     console.print(
-        f"[bold]{settings.model}[/] on {loaded.model.device}: 2 x {layout.num_layers} layers x "
-        f"{layout.num_kv_heads} KV heads x {layout.head_dim} x {layout.item_bytes} bytes = "
+        f"[bold]{settings.model}[/] on {loaded.model.device} in {layout.dtype}: "
+        f"2 x {layout.num_layers} layers x {layout.num_kv_heads} KV heads x {layout.head_dim} x {layout.item_bytes} bytes = "
         f"{layout.token_bytes:,} bytes of KV a token"
     )
     console.print(
@@ -282,6 +308,7 @@ def _take_turns(
                 talk.append({"role": "user", "content": _question(chats.first_chat + chat, turn)})
         _take_turn(llm, settings, chats, title.format(turn + 1), quiet)
     chats.seconds = time.monotonic() - started
+    chats.kernels, chats.captured = llm.kernels, llm.captured
 
 
 def _take_turn(llm: LLM, settings: Settings, chats: Chats, title: str, quiet: bool) -> None:
@@ -333,10 +360,14 @@ def _measure_ttft(llm: LLM, chats: Chats) -> None:
         advance(1)
 
 
-def _answer_uncached(settings: Settings, loaded: LoadedModel, chats: Chats, prompts: list[list[int]]) -> None:
-    """Answer every prompt with a salt of its own, so that none finds anything that another computed."""
+def _answer_uncached(settings: Settings, loaded: LoadedModel, turns: list[Turn]) -> Truth:
+    """Answer every prompt with a salt of its own, so that none finds anything that another computed.
+
+    Then the answers are compared with those of the turns.
+    """
     Console().print("\n[bold]Every prompt once more, without any cache.[/]")
     params = SamplingParams(max_tokens=settings.answer_tokens, temperature=0.0)
+    prompts = [turn.prompt for turn in turns]
     longest = max(map(len, prompts)) + settings.answer_tokens
     blocks = _RUNNING * (loaded.model.kv_layout(16).blocks_for(longest) + 1)
     with LLM(loaded, device_blocks=blocks, host_bytes=0, max_sequences=_RUNNING) as llm:
@@ -347,12 +378,16 @@ def _answer_uncached(settings: Settings, loaded: LoadedModel, chats: Chats, prom
         with _progress("answers without any cache", len(sequences)) as advance:
             while len(llm.scheduler):
                 advance(len(llm.step()))
-        chats.truth_seconds = time.monotonic() - started
+        seconds = time.monotonic() - started
         completions = [llm.completion(sequence) for sequence in sequences]
     reused = sum(completion.cached.total for completion in completions)
     if reused:
         raise KVPagerError(f"the run without cache reused {reused} tokens")
-    chats.truth = [completion.token_ids for completion in completions]
+    found = (
+        compare(loaded.model, turn.prompt, turn.answer, completion.token_ids)
+        for turn, completion in zip(turns, completions, strict=True)
+    )
+    return Truth(loaded.model.kv_layout().dtype, seconds, [one for one in found if one is not None])
 
 
 @contextmanager

@@ -65,10 +65,10 @@ def run_on_sidecar(
         pool = _pool_words(place)
     engines = {"first engine": first, "second engine": second, "third engine": third, "fourth engine": fourth}
     turns = [turn for chats in engines.values() for turn in chats.turns]
-    truth, seconds = interruptions.run_apart(uncached, settings, [turn.prompt for turn in turns])
-    console.print(tier_table(engines, seconds))
+    truth = interruptions.run_apart(uncached, settings, turns)
+    console.print(tier_table(engines, truth.seconds))
     console.print(f"At the end the sidecar had {pool}.")
-    code = report_answers(console, turns, truth)
+    code = report_answers(console, list(engines.values()), truth)
     reused = sum(turn.completion.cached.host + turn.completion.cached.cold for turn in second.turns)
     if not reused:
         console.print("[bold red]The second engine found nothing of the first one's in the sidecar.[/]")

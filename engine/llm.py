@@ -215,6 +215,16 @@ class LLM:
         return self._closed
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """Which attention runs on kernels, of ``decode`` and ``prefill``; the rest is plain torch."""
+        return self._loaded.model.kernels_for(self.layout)
+
+    @property
+    def captured(self) -> list[int]:
+        """The sizes of batches whose decode step is a CUDA graph by now, ascending."""
+        return self._runner.captured
+
+    @property
     def scheduler(self) -> Scheduler:
         """What decides each step; read its counters, do not change it."""
         return self._scheduler

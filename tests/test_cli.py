@@ -43,7 +43,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["demo", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for option in ("--model", "--sessions", "--redis", "--disk", "--device", "--answer-tokens"):
+    for option in ("--model", "--sessions", "--redis", "--disk", "--device", "--dtype", "--answer-tokens"):
         assert option in shown
 
 
@@ -54,6 +54,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         ["dance"],
         ["demo", "--sessions", "many"],
         ["demo", "--nonsense"],
+        ["demo", "--dtype", "int8"],
         ["demo", "--redis", "redis://127.0.0.1", "--disk", "x"],
     ],
 )
