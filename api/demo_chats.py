@@ -256,8 +256,8 @@ def _size(settings: Settings, loaded: LoadedModel, talks: list[Talk]) -> Chats:
     console = Console()
     console.print(
         f"[bold]{settings.model}[/] on {loaded.model.device} in {layout.dtype}: "
-        f"2 x {layout.num_layers} layers x {layout.num_kv_heads} KV heads x {layout.head_dim} x {layout.item_bytes} bytes = "
-        f"{layout.token_bytes:,} bytes of KV a token"
+        f"2 x {layout.num_layers} layers x {layout.num_kv_heads} KV heads x {layout.head_dim} x "
+        f"{layout.item_bytes} bytes = {layout.token_bytes:,} bytes of KV a token"
     )
     console.print(
         f"{settings.sessions} chats over {len(documents)} documents need about {blocks * size:.0f} MB of KV, "

@@ -75,10 +75,10 @@ def report_answers(console: Console, processes: Sequence[Chats], truth: Truth) -
         )
         return 1
     if ties:
-        widest = max(one.shortfall for one in ties)
+        how = f"{_tolerance(truth.dtype)}; the widest {max(one.shortfall for one in ties):.2g}"
         console.print(
             f"[bold green]{count - len(ties)} of {count} answers equal those computed without any cache, "
-            f"token by token; {len(ties)} differ at a tie[/] ({_tolerance(truth.dtype)}; the widest {widest:.2g})."
+            f"token by token; {len(ties)} differ at a tie[/] ({how})."
         )
         return 0
     console.print(
