@@ -328,6 +328,19 @@ class DiskColdTier(RecordTier):
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
+    def check_block(self, nbytes: int) -> None:
+        """See `ColdTier.check_block`."""
+        size = HEADER_BYTES + nbytes
+        if size > _FILE_LIMIT:
+            raise ConfigError(
+                "block_size", f"a block of {nbytes} bytes is more than a disk tier keeps in a file"
+            )
+        if _room(size) > self._capacity:
+            raise ConfigError(
+                "cold.capacity_bytes",
+                f"{self._capacity} bytes do not hold a block of {nbytes} bytes: give at least {_room(size)}",
+            )
+
     def _put(self, space: bytes, prefix_hash: bytes, payload: memoryview, *, replace: bool) -> ColdStatus:
         name = self._name(space, prefix_hash)
         size = HEADER_BYTES + len(payload)

@@ -262,6 +262,9 @@ class RedisColdTier(RecordTier):
             self.close()
             raise
 
+    def check_block(self, nbytes: int) -> None:
+        """See `ColdTier.check_block`: large blocks are several values, and room is the server's to say."""
+
     def _greet(self) -> None:
         """Connect once, to tell settings that can never work from a server that is down."""
         seed = self._fleet.seed
