@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..tiers.errors import ConfigError
 from ..tiers.extras import how_to_install
-from ..tiers.settings import expect_integer, expect_text
+from ..tiers.settings import expect_integer, expect_text, shown
 from .processes import Interruptions
 
 if TYPE_CHECKING:
@@ -73,7 +73,14 @@ def add_parser(commands: Any) -> None:
     cold.add_argument(
         "--disk", metavar="PATH", help="keep the cold tier in this folder (default: a temporary one)"
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, settings=_settings)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    """The option that each setting comes from."""
+    cold = "--redis" if options.redis is not None else "--disk"
+    names = {name: f"--{name}" for name in ("model", "device", "dtype", "socket")}
+    return {**names, "url": "--socket", "cold.url": cold, "cold.path": cold}
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -83,6 +90,8 @@ def _run(options: argparse.Namespace) -> int:
         expect_text("--socket", options.socket)
         if not options.sidecar:
             raise ConfigError("--socket", "is a sidecar's, and goes with --sidecar")
+        if "://" in options.socket and not options.socket.startswith("unix://"):
+            raise ConfigError("--socket", f"must be a path on this machine, got {shown(options.socket)}")
         if options.redis is not None or options.disk is not None:
             raise ConfigError(
                 "--socket", "its cold tier is its own: --redis and --disk are for one that is started"
@@ -101,7 +110,7 @@ def _run(options: argparse.Namespace) -> int:
     console = Console()
     console.print(f"Loading {options.model}.")
     # These bring torch, which takes seconds: a word comes first.
-    from .demo_chats import Settings, first_process, second_process
+    from .demo_chats import Settings, first_process, second_process, try_cold
     from .demo_report import report
     from .demo_sidecar import run_on_sidecar
 
@@ -110,6 +119,8 @@ def _run(options: argparse.Namespace) -> int:
             options.model, options.device, sessions, options.answer_tokens, cold, options.dtype
         )
         if options.sidecar:
+            if options.socket is None:
+                try_cold(settings)
             return run_on_sidecar(console, interruptions, settings, options.socket)
         first: Chats = interruptions.run_apart(first_process, settings)
         console.print("\n[bold]The process has ended; another one starts with empty VRAM and host memory.[/]")

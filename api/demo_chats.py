@@ -43,6 +43,7 @@ __all__ = [
     "first_talks",
     "on_sidecar",
     "second_process",
+    "try_cold",
     "uncached",
 ]
 
@@ -140,7 +141,7 @@ class Truth:
 
 def first_process(settings: Settings) -> Chats:
     """Two turns of every chat; what was computed is left in the cold tier."""
-    _try_cold(settings)
+    try_cold(settings)
     loaded = _load(settings)
     chats = _size(settings, loaded, first_talks(settings.sessions))
     with _engine(settings, loaded, chats) as llm:
@@ -201,13 +202,7 @@ def uncached(settings: Settings, turns: list[Turn]) -> Truth:
     return _answer_uncached(settings, _load(settings), turns)
 
 
-def _open_cold(settings: Settings) -> ColdTier:
-    """The cold tier that was asked for: a URL, or a folder."""
-    on_disk = "://" not in settings.cold or settings.cold.startswith("disk://")
-    return open_cold_tier(settings.cold, capacity_bytes=_DISK_BYTES if on_disk else None)
-
-
-def _try_cold(settings: Settings) -> None:
+def try_cold(settings: Settings) -> None:
     """Keep a note there: the engine would go on without its cold tier, and the demo would show nothing.
 
     Raises:
@@ -222,6 +217,12 @@ def _try_cold(settings: Settings) -> None:
     if status != ColdStatus.OK:
         kind = ColdTierFullError if status == ColdStatus.FULL else ColdTierUnavailableError
         raise kind(f"{_place(settings)} keeps nothing: {status.name.lower()}")
+
+
+def _open_cold(settings: Settings) -> ColdTier:
+    """The cold tier that was asked for: a URL, or a folder."""
+    on_disk = "://" not in settings.cold or settings.cold.startswith("disk://")
+    return open_cold_tier(settings.cold, capacity_bytes=_DISK_BYTES if on_disk else None)
 
 
 def _place(settings: Settings) -> str:
