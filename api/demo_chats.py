@@ -28,10 +28,10 @@ from ..engine.judge import Difference, compare
 from ..engine.llm import LLM, Completion
 from ..engine.loader import LoadedModel, find_device, load_model
 from ..engine.sampler import SamplingParams
+from ..kvstore.hashing import HASH_BYTES, hash_blocks
 from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.cold_url import open_cold_tier
 from ..tiers.errors import ColdTierFullError, ColdTierUnavailableError, KVPagerError
-from ..tiers.layout import KVLayout
 from .client import connect
 
 __all__ = [
@@ -182,10 +182,8 @@ def on_sidecar(
         quiet: show no progress, since another one does.
     """
     loaded = _load(settings, quiet)
-    layout = loaded.model.kv_layout(16)
-    longest = max(len(loaded.encode_chat(talk)) for talk in talks)
-    blocks = _blocks_of_all(settings, loaded, layout, _documents(), talks)
-    device_blocks = max(int(blocks * _DEVICE_SHARE), 2 * layout.blocks_for(longest))
+    blocks, longest = _blocks_of_all(settings, loaded, talks, 1)
+    device_blocks = max(int(blocks * _DEVICE_SHARE), longest + 2)
     chats = Chats(talks, device_blocks, 0, first_chat)
     with connect(socket, name=name) as pool, ExitStack() as ending:
         if loaded.model.device.type == "cuda":
@@ -247,11 +245,11 @@ def _load(settings: Settings, quiet: bool = False) -> LoadedModel:
 
 def _size(settings: Settings, loaded: LoadedModel, talks: list[Talk]) -> Chats:
     """Size the tiers so that all three are needed, and say what a token costs."""
-    documents = _documents()
     layout = loaded.model.kv_layout(16)
-    blocks = _blocks_of_all(settings, loaded, layout, documents, talks)
-    longest = max(len(loaded.encode_chat(talk)) for talk in talks)
-    device_blocks = max(int(blocks * _DEVICE_SHARE), 2 * layout.blocks_for(longest))
+    blocks, _ = _blocks_of_all(settings, loaded, talks, 2)
+    # After the restart there is one more turn.
+    _, longest = _blocks_of_all(settings, loaded, talks, 3)
+    device_blocks = max(int(blocks * _DEVICE_SHARE), longest + 2)
     host_blocks = max(int(blocks * _HOST_SHARE), device_blocks)
     size = layout.block_bytes / 1e6
     console = Console()
@@ -261,26 +259,38 @@ def _size(settings: Settings, loaded: LoadedModel, talks: list[Talk]) -> Chats:
         f"{layout.item_bytes} bytes = {layout.token_bytes:,} bytes of KV a token"
     )
     console.print(
-        f"{settings.sessions} chats over {len(documents)} documents need about {blocks * size:.0f} MB of KV, "
-        f"shared parts counted once. The device tier gets {device_blocks * size:.0f} MB, host memory "
-        f"{host_blocks * size:.0f} MB; the rest goes to {_place(settings)}"
+        f"{settings.sessions} chats over {min(settings.sessions, len(_documents()))} documents need about "
+        f"{blocks * size:.1f} MB of KV, shared parts counted once. The device tier gets "
+        f"{device_blocks * size:.1f} MB, host memory {host_blocks * size:.1f} MB; the rest goes to "
+        f"{_place(settings)}"
     )
     return Chats(talks, device_blocks, host_blocks)
 
 
-def _blocks_of_all(
-    settings: Settings, loaded: LoadedModel, layout: KVLayout, documents: list[str], talks: list[Talk]
-) -> int:
-    """About how many different blocks two turns of all chats fill."""
-    shared = [len(loaded.encode_chat([{"role": "user", "content": text}])) for text in documents]
-    question = {"role": "user", "content": _QUESTIONS[0]}
+def _blocks_of_all(settings: Settings, loaded: LoadedModel, talks: list[Talk], turns: int) -> tuple[int, int]:
+    """About how many different blocks some turns of all chats fill, and how many the longest chat alone.
+
+    Args:
+        talks: each up to the first question.
+        turns: questions that are answered, the first one included.
+    """
+    layout = loaded.model.kv_layout(16)
     reply = {"role": "assistant", "content": ""}
-    later = len(loaded.encode_chat([question, reply, question])) - len(loaded.encode_chat([question]))
-    blocks = sum(layout.blocks_for(tokens) for tokens in shared)
-    for chat, talk in enumerate(talks):
-        own = len(loaded.encode_chat(talk)) - shared[chat % len(shared)]
-        blocks += layout.blocks_for(own + later + 2 * settings.answer_tokens)
-    return blocks
+    asked = [{"role": "user", "content": text} for text in _QUESTIONS]
+    later = max(
+        len(loaded.encode_chat([asked[0], reply, one])) - len(loaded.encode_chat([asked[0]])) for one in asked
+    )
+    known: set[bytes] = set()
+    own = longest = 0
+    for talk in talks:
+        tokens = loaded.encode_chat(talk)
+        # What chats begin with in common is there once; what is added to them is each one's own.
+        names = hash_blocks(tokens, layout.block_size, bytes(HASH_BYTES))
+        known.update(names)
+        count = layout.blocks_for(len(tokens) + turns * settings.answer_tokens + (turns - 1) * later)
+        own += count - len(names)
+        longest = max(longest, count)
+    return len(known) + own, longest
 
 
 @contextmanager

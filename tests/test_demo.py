@@ -24,6 +24,9 @@ import transformers
 from kvpager.api.demo_chats import Settings, Truth, first_process, second_process, uncached
 from kvpager.api.demo_report import report, report_answers
 from kvpager.engine.judge import Difference
+from kvpager.engine.loader import load_model
+from kvpager.engine.sequence import FinishReason
+from kvpager.kvstore.hashing import hash_blocks
 from kvpager.tests.model_files import require_smollm2
 from kvpager.tests.process_tree import await_child, is_there
 from kvpager.tests.redis_servers import RedisServer, free_port
@@ -199,6 +202,11 @@ def test_in_16_bits_the_demo_tells_how_many_answers_are_equal_and_that_the_other
         assert int(tied[1]) + int(tied[3]) == int(tied[2]) == 9
 
 
+def joined(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, in one line."""
+    return " ".join(capsys.readouterr().out.split())
+
+
 def wide() -> Console:
     return Console(width=500, record=True, quiet=False)
 
@@ -236,6 +244,36 @@ def test_the_report_counts_what_is_equal_what_ties_and_what_is_wrong(tiny: Path,
     assert report_answers(console, [chats], Truth("float16", 1.0, [tie, wrong])) == 1
     said = console.export_text()
     assert "1 of 6 answers differ from those computed without cache, and not at a tie" in said
+
+
+@pytest.mark.parametrize("sessions", [1, 2, 9])
+def test_few_chats_are_estimated_to_need_what_they_need(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], sessions: int
+) -> None:
+    settings = Settings(str(tiny), "cpu", sessions, 4, str(tmp_path))
+    chats = first_process(settings)
+    layout = load_model(tiny).model.kv_layout(16)
+    # At the end of its second turn a chat has its whole prompt and answer.
+    ends = [[*turn.prompt, *turn.answer] for turn in chats.turns[-sessions:]]
+    full = {name for tokens in ends for name in hash_blocks(tokens, 16, bytes(16))}
+    megabytes = (len(full) + sessions) * layout.block_bytes / 1e6
+    said = re.search(
+        rf"{sessions} chats over {min(sessions, 4)} documents need about ([\d.]+) MB", joined(capsys)
+    )
+    assert said is not None
+    assert 0.95 * megabytes - 0.1 <= float(said[1]) <= 1.15 * megabytes + 0.1
+
+
+def test_one_chat_with_long_answers_fits(tiny: Path, tmp_path: Path) -> None:
+    settings = Settings(str(tiny), "cpu", 1, 500, str(tmp_path))
+    first = first_process(settings)
+    second, truth = second_process(settings, first)
+    assert report(wide(), first, second, truth) == 0
+    # Two turns, and one after the restart, each as long as it may be, or up to its own end.
+    assert all(
+        len(turn.answer) == 500 or turn.completion.finish_reason is FinishReason.STOP
+        for turn in (*first.turns, *second.turns)
+    )
 
 
 @pytest.mark.gpu
