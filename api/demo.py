@@ -15,15 +15,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
-import shutil
-import tempfile
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from ..tiers.errors import ConfigError
 from ..tiers.extras import how_to_install
 from ..tiers.settings import expect_integer, expect_text, shown
+from .demo_folder import COLD, demo_folder, remove_abandoned
 from .processes import Interruptions
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console()
+    for folder in remove_abandoned():
+        console.print(f"{folder}, which a demo that was killed had left, is removed.")
     console.print(f"Loading {options.model}.")
     # These bring torch, which takes seconds: a word comes first.
     from .demo_chats import Settings, first_process, second_process, try_cold
@@ -140,8 +142,5 @@ def _cold_place(options: argparse.Namespace, interruptions: Interruptions) -> It
     if options.disk is not None:
         yield expect_text("--disk", options.disk)
         return
-    with ExitStack() as rest:
-        with interruptions.put_off():
-            folder = tempfile.mkdtemp(prefix="kvpager-demo-")
-            rest.callback(shutil.rmtree, folder)
-        yield folder
+    with demo_folder(interruptions) as folder:
+        yield os.path.join(folder, COLD)
