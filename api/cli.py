@@ -11,6 +11,7 @@ from .. import __version__
 from ..tiers.errors import KVPagerError
 from .demo import add_parser as add_demo
 from .doctor import add_parser as add_doctor
+from .option_words import error_in_options
 from .serve import add_parser as add_serve
 
 __all__ = ["main"]
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
     except KVPagerError as error:
-        print(f"kvpager {options.command}: {error}", file=sys.stderr)
+        said = error_in_options(error, options.settings(options))
+        print(f"kvpager {options.command}: {said}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

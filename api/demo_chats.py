@@ -24,23 +24,26 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..engine.judge import Difference, compare
 from ..engine.llm import LLM, Completion
-from ..engine.loader import LoadedModel, load_model
+from ..engine.loader import LoadedModel, find_device, load_model
 from ..engine.sampler import SamplingParams
+from ..kvstore.hashing import HASH_BYTES, hash_blocks
 from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.cold_url import open_cold_tier
 from ..tiers.errors import ColdTierFullError, ColdTierUnavailableError, KVPagerError
-from ..tiers.layout import KVLayout
 from .client import connect
 
 __all__ = [
     "Chats",
     "Settings",
+    "Truth",
     "Turn",
     "first_process",
     "first_talks",
     "on_sidecar",
     "second_process",
+    "try_cold",
     "uncached",
 ]
 
@@ -68,13 +71,18 @@ _RUNNING: Final = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """What the demo was asked for."""
+    """What the demo was asked for.
+
+    Attributes:
+        dtype: what to compute in; ``auto`` is float16 where kernels compute attention, and float32 elsewhere.
+    """
 
     model: str
     device: str
     sessions: int
     answer_tokens: int
     cold: str
+    dtype: str = "auto"
 
 
 @dataclass
@@ -99,8 +107,8 @@ class Chats:
         saved_bytes: what sharing saved at its peak.
         counters: of both stores, when they were closed.
         ttft: seconds to the first token, by where the KV of the prompt was.
-        truth: answers computed without any cache, for the turns of both processes.
-        truth_seconds: spent on these.
+        kernels: which attention ran on kernels, of ``decode`` and ``prefill``.
+        captured: sizes of the batches whose decode step became a CUDA graph.
     """
 
     talks: list[Talk]
@@ -112,13 +120,28 @@ class Chats:
     saved_bytes: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     ttft: dict[str, float] = field(default_factory=dict)
-    truth: list[tuple[int, ...]] = field(default_factory=list)
-    truth_seconds: float = 0.0
+    kernels: tuple[str, ...] = ()
+    captured: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What answers without any cache say of those that were given.
+
+    Attributes:
+        dtype: what all of them were computed in.
+        seconds: spent on the answers without cache.
+        differences: one for each answer that is not the same, token by token.
+    """
+
+    dtype: str
+    seconds: float
+    differences: list[Difference]
 
 
 def first_process(settings: Settings) -> Chats:
     """Two turns of every chat; what was computed is left in the cold tier."""
-    _try_cold(settings)
+    try_cold(settings)
     loaded = _load(settings)
     chats = _size(settings, loaded, first_talks(settings.sessions))
     with _engine(settings, loaded, chats) as llm:
@@ -126,15 +149,14 @@ def first_process(settings: Settings) -> Chats:
     return chats
 
 
-def second_process(settings: Settings, first: Chats) -> Chats:
+def second_process(settings: Settings, first: Chats) -> tuple[Chats, Truth]:
     """One more turn, from the cold tier; then every prompt of both processes without any cache."""
     loaded = _load(settings)
     chats = Chats(first.talks, first.device_blocks, first.host_blocks)
     with _engine(settings, loaded, chats) as llm:
         _take_turns(llm, settings, chats, (2,), "turn {} after the restart")
         _measure_ttft(llm, chats)
-    _answer_uncached(settings, loaded, chats, [turn.prompt for turn in (*first.turns, *chats.turns)])
-    return chats
+    return chats, _answer_uncached(settings, loaded, [*first.turns, *chats.turns])
 
 
 def first_talks(sessions: int) -> list[Talk]:
@@ -160,10 +182,8 @@ def on_sidecar(
         quiet: show no progress, since another one does.
     """
     loaded = _load(settings, quiet)
-    layout = loaded.model.kv_layout(16)
-    longest = max(len(loaded.encode_chat(talk)) for talk in talks)
-    blocks = _blocks_of_all(settings, loaded, layout, _documents(), talks)
-    device_blocks = max(int(blocks * _DEVICE_SHARE), 2 * layout.blocks_for(longest))
+    blocks, longest = _blocks_of_all(settings, loaded, talks, 1)
+    device_blocks = max(int(blocks * _DEVICE_SHARE), longest + 2)
     chats = Chats(talks, device_blocks, 0, first_chat)
     with connect(socket, name=name) as pool, ExitStack() as ending:
         if loaded.model.device.type == "cuda":
@@ -175,21 +195,12 @@ def on_sidecar(
     return chats
 
 
-def uncached(settings: Settings, prompts: list[list[int]]) -> tuple[list[tuple[int, ...]], float]:
-    """Answers to prompts without any cache, and the seconds that they took."""
-    loaded = _load(settings)
-    chats = Chats([], 0, 0)
-    _answer_uncached(settings, loaded, chats, prompts)
-    return chats.truth, chats.truth_seconds
+def uncached(settings: Settings, turns: list[Turn]) -> Truth:
+    """Every prompt answered without any cache, and what that says of the answers."""
+    return _answer_uncached(settings, _load(settings), turns)
 
 
-def _open_cold(settings: Settings) -> ColdTier:
-    """The cold tier that was asked for: a URL, or a folder."""
-    on_disk = "://" not in settings.cold or settings.cold.startswith("disk://")
-    return open_cold_tier(settings.cold, capacity_bytes=_DISK_BYTES if on_disk else None)
-
-
-def _try_cold(settings: Settings) -> None:
+def try_cold(settings: Settings) -> None:
     """Keep a note there: the engine would go on without its cold tier, and the demo would show nothing.
 
     Raises:
@@ -206,6 +217,12 @@ def _try_cold(settings: Settings) -> None:
         raise kind(f"{_place(settings)} keeps nothing: {status.name.lower()}")
 
 
+def _open_cold(settings: Settings) -> ColdTier:
+    """The cold tier that was asked for: a URL, or a folder."""
+    on_disk = "://" not in settings.cold or settings.cold.startswith("disk://")
+    return open_cold_tier(settings.cold, capacity_bytes=_DISK_BYTES if on_disk else None)
+
+
 def _place(settings: Settings) -> str:
     """Where the cold tier is, without what is secret in it."""
     parts = urlsplit(settings.cold)
@@ -214,46 +231,66 @@ def _place(settings: Settings) -> str:
 
 def _load(settings: Settings, quiet: bool = False) -> LoadedModel:
     with Console(quiet=quiet).status(f"loading {settings.model}"):
-        # float32, so that answers are comparable to the last bit that decides a token.
-        return load_model(settings.model, dtype="float32", device=settings.device)
+        if settings.dtype != "auto":
+            return load_model(settings.model, dtype=settings.dtype, device=settings.device)
+        device = find_device(settings.device)
+        if device.type == "cuda":
+            loaded = load_model(settings.model, dtype="float16", device=device)
+            if "decode" in loaded.model.kernels_for(loaded.model.kv_layout(16)):
+                return loaded
+            del loaded
+        # Where no kernel wants 16 bits, answers are comparable to the last bit that decides a token.
+        return load_model(settings.model, dtype="float32", device=device)
 
 
 def _size(settings: Settings, loaded: LoadedModel, talks: list[Talk]) -> Chats:
     """Size the tiers so that all three are needed, and say what a token costs."""
-    documents = _documents()
     layout = loaded.model.kv_layout(16)
-    blocks = _blocks_of_all(settings, loaded, layout, documents, talks)
-    longest = max(len(loaded.encode_chat(talk)) for talk in talks)
-    device_blocks = max(int(blocks * _DEVICE_SHARE), 2 * layout.blocks_for(longest))
+    blocks, _ = _blocks_of_all(settings, loaded, talks, 2)
+    # After the restart there is one more turn.
+    _, longest = _blocks_of_all(settings, loaded, talks, 3)
+    device_blocks = max(int(blocks * _DEVICE_SHARE), longest + 2)
     host_blocks = max(int(blocks * _HOST_SHARE), device_blocks)
     size = layout.block_bytes / 1e6
     console = Console()
     console.print(
-        f"[bold]{settings.model}[/] on {loaded.model.device}: 2 x {layout.num_layers} layers x "
-        f"{layout.num_kv_heads} KV heads x {layout.head_dim} x {layout.item_bytes} bytes = "
-        f"{layout.token_bytes:,} bytes of KV a token"
+        f"[bold]{settings.model}[/] on {loaded.model.device} in {layout.dtype}: "
+        f"2 x {layout.num_layers} layers x {layout.num_kv_heads} KV heads x {layout.head_dim} x "
+        f"{layout.item_bytes} bytes = {layout.token_bytes:,} bytes of KV a token"
     )
     console.print(
-        f"{settings.sessions} chats over {len(documents)} documents need about {blocks * size:.0f} MB of KV, "
-        f"shared parts counted once. The device tier gets {device_blocks * size:.0f} MB, host memory "
-        f"{host_blocks * size:.0f} MB; the rest goes to {_place(settings)}"
+        f"{settings.sessions} chats over {min(settings.sessions, len(_documents()))} documents need about "
+        f"{blocks * size:.1f} MB of KV, shared parts counted once. The device tier gets "
+        f"{device_blocks * size:.1f} MB, host memory {host_blocks * size:.1f} MB; the rest goes to "
+        f"{_place(settings)}"
     )
     return Chats(talks, device_blocks, host_blocks)
 
 
-def _blocks_of_all(
-    settings: Settings, loaded: LoadedModel, layout: KVLayout, documents: list[str], talks: list[Talk]
-) -> int:
-    """About how many different blocks two turns of all chats fill."""
-    shared = [len(loaded.encode_chat([{"role": "user", "content": text}])) for text in documents]
-    question = {"role": "user", "content": _QUESTIONS[0]}
+def _blocks_of_all(settings: Settings, loaded: LoadedModel, talks: list[Talk], turns: int) -> tuple[int, int]:
+    """About how many different blocks some turns of all chats fill, and how many the longest chat alone.
+
+    Args:
+        talks: each up to the first question.
+        turns: questions that are answered, the first one included.
+    """
+    layout = loaded.model.kv_layout(16)
     reply = {"role": "assistant", "content": ""}
-    later = len(loaded.encode_chat([question, reply, question])) - len(loaded.encode_chat([question]))
-    blocks = sum(layout.blocks_for(tokens) for tokens in shared)
-    for chat, talk in enumerate(talks):
-        own = len(loaded.encode_chat(talk)) - shared[chat % len(shared)]
-        blocks += layout.blocks_for(own + later + 2 * settings.answer_tokens)
-    return blocks
+    asked = [{"role": "user", "content": text} for text in _QUESTIONS]
+    later = max(
+        len(loaded.encode_chat([asked[0], reply, one])) - len(loaded.encode_chat([asked[0]])) for one in asked
+    )
+    known: set[bytes] = set()
+    own = longest = 0
+    for talk in talks:
+        tokens = loaded.encode_chat(talk)
+        # What chats begin with in common is there once; what is added to them is each one's own.
+        names = hash_blocks(tokens, layout.block_size, bytes(HASH_BYTES))
+        known.update(names)
+        count = layout.blocks_for(len(tokens) + turns * settings.answer_tokens + (turns - 1) * later)
+        own += count - len(names)
+        longest = max(longest, count)
+    return len(known) + own, longest
 
 
 @contextmanager
@@ -282,6 +319,7 @@ def _take_turns(
                 talk.append({"role": "user", "content": _question(chats.first_chat + chat, turn)})
         _take_turn(llm, settings, chats, title.format(turn + 1), quiet)
     chats.seconds = time.monotonic() - started
+    chats.kernels, chats.captured = llm.kernels, llm.captured
 
 
 def _take_turn(llm: LLM, settings: Settings, chats: Chats, title: str, quiet: bool) -> None:
@@ -333,10 +371,14 @@ def _measure_ttft(llm: LLM, chats: Chats) -> None:
         advance(1)
 
 
-def _answer_uncached(settings: Settings, loaded: LoadedModel, chats: Chats, prompts: list[list[int]]) -> None:
-    """Answer every prompt with a salt of its own, so that none finds anything that another computed."""
+def _answer_uncached(settings: Settings, loaded: LoadedModel, turns: list[Turn]) -> Truth:
+    """Answer every prompt with a salt of its own, so that none finds anything that another computed.
+
+    Then the answers are compared with those of the turns.
+    """
     Console().print("\n[bold]Every prompt once more, without any cache.[/]")
     params = SamplingParams(max_tokens=settings.answer_tokens, temperature=0.0)
+    prompts = [turn.prompt for turn in turns]
     longest = max(map(len, prompts)) + settings.answer_tokens
     blocks = _RUNNING * (loaded.model.kv_layout(16).blocks_for(longest) + 1)
     with LLM(loaded, device_blocks=blocks, host_bytes=0, max_sequences=_RUNNING) as llm:
@@ -347,12 +389,16 @@ def _answer_uncached(settings: Settings, loaded: LoadedModel, chats: Chats, prom
         with _progress("answers without any cache", len(sequences)) as advance:
             while len(llm.scheduler):
                 advance(len(llm.step()))
-        chats.truth_seconds = time.monotonic() - started
+        seconds = time.monotonic() - started
         completions = [llm.completion(sequence) for sequence in sequences]
     reused = sum(completion.cached.total for completion in completions)
     if reused:
         raise KVPagerError(f"the run without cache reused {reused} tokens")
-    chats.truth = [completion.token_ids for completion in completions]
+    found = (
+        compare(loaded.model, turn.prompt, turn.answer, completion.token_ids)
+        for turn, completion in zip(turns, completions, strict=True)
+    )
+    return Truth(loaded.model.kv_layout().dtype, seconds, [one for one in found if one is not None])
 
 
 @contextmanager

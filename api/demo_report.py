@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from ..engine.judge import ROUNDING
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .demo_chats import Chats, Turn
+    from .demo_chats import Chats, Truth, Turn
 
 __all__ = ["report", "report_answers", "tier_table"]
 
 
-def report(console: Console, first: Chats, second: Chats) -> int:
+def report(console: Console, first: Chats, second: Chats, truth: Truth) -> int:
     """What became of the two processes of the demo; returns its exit code."""
-    turns = [*first.turns, *second.turns]
-    console.print(tier_table({"first process": first, "restarted": second}, second.truth_seconds))
+    console.print(tier_table({"first process": first, "restarted": second}, truth.seconds))
     ttft = Table(title="Time to first token, one prompt at a time", title_justify="left")
     ttft.add_column("")
     ttft.add_column("ms", justify="right")
@@ -35,7 +37,7 @@ def report(console: Console, first: Chats, second: Chats) -> int:
     )
     saved = max(first.saved_bytes, second.saved_bytes)
     console.print(f"Sharing saved {saved / 1e6:.0f} MB at its peak: blocks that several running chats hold.")
-    return report_answers(console, turns, second.truth)
+    return report_answers(console, [first, second], truth)
 
 
 def tier_table(processes: dict[str, Chats], truth_seconds: float) -> Table:
@@ -56,18 +58,54 @@ def tier_table(processes: dict[str, Chats], truth_seconds: float) -> Table:
     return table
 
 
-def report_answers(console: Console, turns: Sequence[Turn], truth: Sequence[tuple[int, ...]]) -> int:
-    """Whether all answers equal those computed without any cache; returns the exit code."""
-    wrong = sum(turn.answer != answer for turn, answer in zip(turns, truth, strict=True))
+def report_answers(console: Console, processes: Sequence[Chats], truth: Truth) -> int:
+    """What computed attention, and whether all answers are right; returns the exit code."""
+    console.print(_attention_words(processes, truth.dtype))
+    count = sum(len(chats.turns) for chats in processes)
+    wrong = [one for one in truth.differences if not one.tie]
+    ties = [one for one in truth.differences if one.tie]
     if wrong:
+        beyond = ""
+        if truth.dtype in ROUNDING:
+            found = max(one.shortfall for one in wrong)
+            how = f"by {found:.3g} standard deviations" if isfinite(found) else "where one of them ended"
+            beyond = f", and not at a tie ({_tolerance(truth.dtype)}): the worst {how}"
         console.print(
-            f"[bold red]{wrong} of {len(turns)} answers differ from those computed without cache.[/]"
+            f"[bold red]{len(wrong)} of {count} answers differ from those computed without cache{beyond}.[/]"
         )
         return 1
+    if ties:
+        how = f"{_tolerance(truth.dtype)}; the widest {max(one.shortfall for one in ties):.2g}"
+        console.print(
+            f"[bold green]{count - len(ties)} of {count} answers equal those computed without any cache, "
+            f"token by token; {len(ties)} differ at a tie[/] ({how})."
+        )
+        return 0
     console.print(
-        f"[bold green]All {len(turns)} answers equal those computed without any cache, token by token.[/]"
+        f"[bold green]All {count} answers equal those computed without any cache, token by token.[/]"
     )
     return 0
+
+
+def _tolerance(dtype: str) -> str:
+    """What a tie is, in words."""
+    return (
+        f"in {dtype}, tokens whose logits, computed without cache, are within {ROUNDING[dtype]:g} standard "
+        "deviations of the best"
+    )
+
+
+def _attention_words(processes: Sequence[Chats], dtype: str) -> str:
+    """What computed the attention of these processes."""
+    kernels = processes[0].kernels
+    where = "in the reference code, plain torch"
+    if kernels:
+        where = f"on kvpager's kernels ({' and '.join(kernels)})"
+        if rest := [one for one in ("decode", "prefill") if one not in kernels]:
+            where += f", {rest[0]} in the reference code, plain torch"
+    captured = sorted({size for chats in processes for size in chats.captured})
+    graphs = f"; CUDA graphs of decode steps of {', '.join(map(str, captured))} chats" if captured else ""
+    return f"Attention ran in {dtype} {where}{graphs}."
 
 
 def _row(turns: Sequence[Turn], seconds: float) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ..tiers.errors import ServiceUnavailableError
 from ..tiers.memory import format_bytes
 from .client import connect
+from .demo_folder import demo_folder
+from .processes import end_after
 from .serve import usual_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from .demo_chats import Chats, Settings
     from .processes import Interruptions
 
-__all__ = ["run_on_sidecar"]
+__all__ = ["run_on_sidecar", "serve_for"]
 
 _HOST_BYTES: Final = 1 << 30
 _COLD_BYTES: Final = 8 << 30
@@ -65,10 +66,10 @@ def run_on_sidecar(
         pool = _pool_words(place)
     engines = {"first engine": first, "second engine": second, "third engine": third, "fourth engine": fourth}
     turns = [turn for chats in engines.values() for turn in chats.turns]
-    truth, seconds = interruptions.run_apart(uncached, settings, [turn.prompt for turn in turns])
-    console.print(tier_table(engines, seconds))
+    truth = interruptions.run_apart(uncached, settings, turns)
+    console.print(tier_table(engines, truth.seconds))
     console.print(f"At the end the sidecar had {pool}.")
-    code = report_answers(console, turns, truth)
+    code = report_answers(console, list(engines.values()), truth)
     reused = sum(turn.completion.cached.host + turn.completion.cached.cold for turn in second.turns)
     if not reused:
         console.print("[bold red]The second engine found nothing of the first one's in the sidecar.[/]")
@@ -87,8 +88,8 @@ def _sidecar(interruptions: Interruptions, settings: Settings, socket: str | Non
         yield socket
         return
     with ExitStack() as rest:
+        folder = rest.enter_context(demo_folder(interruptions))
         with interruptions.put_off():
-            folder = rest.enter_context(tempfile.TemporaryDirectory(prefix="kvpager-demo-"))
             place = str(Path(folder, "sidecar.sock"))
             process = _start(place, settings.cold)
             rest.callback(_stop, process)
@@ -97,7 +98,8 @@ def _sidecar(interruptions: Interruptions, settings: Settings, socket: str | Non
 
 
 def _start(place: str, cold: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", "-m", "kvpager", "serve", "--socket", place, "--arena", "memory"]
+    serving = f"from {__name__} import serve_for; serve_for({os.getpid()})"
+    command = [sys.executable, "-P", "-c", serving, "serve", "--socket", place, "--arena", "memory"]
     command += ["--host-bytes", str(min(_HOST_BYTES, usual_bytes(None)))]
     if "://" not in cold:
         cold = f"disk://{os.path.abspath(cold)}"
@@ -106,6 +108,14 @@ def _start(place: str, cold: str) -> subprocess.Popen[str]:
         command += ["--cold-bytes", str(_COLD_BYTES)]
     # Deaf to Ctrl-C, which reaches every process of the terminal: this one hears it, and ends the other.
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def serve_for(parent: int) -> None:
+    """``kvpager`` with the arguments of this process, which is asked to end when its parent is gone."""
+    from .cli import main
+
+    end_after(parent)
+    sys.exit(main())
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from .doctor_memory import check_huge_pages, check_memory, check_page_lock, chec
 from .doctor_sidecar import check_arenas, check_sidecar, held_by_arenas
 from .doctor_software import check_extra, check_packages, check_python, requirements
 from .findings import Finding, Level
+from .option_words import in_options
 from .remote_access import read_tokens
 from .serve import TOKEN_VARIABLE, parse_bytes, usual_bytes
 
@@ -62,12 +63,29 @@ def add_parser(commands: Any) -> None:
         "--remove-orphans", action="store_true", help="remove arenas that no sidecar has, with their records"
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, settings=_settings)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    """The option that each setting comes from."""
+    by_variable = options.token_file is None and os.environ.get(TOKEN_VARIABLE)
+    return {
+        "host_bytes": "--host-bytes",
+        "url": "--socket",
+        "socket": "--socket",
+        "token": f"${TOKEN_VARIABLE}" if by_variable else "--token-file",
+        "ca": "--ca",
+        "folder": "--shm",
+        "cold.url": "--cold",
+        "cold.path": "--cold",
+    }
 
 
 def _run(options: argparse.Namespace) -> int:
     findings = []
-    for finding in _look(options):
+    names = _settings(options)
+    for seen in _look(options):
+        finding = replace(seen, found=in_options(seen.found, names))
         findings.append(finding)
         if not options.json:
             print(finding.line(), flush=True)

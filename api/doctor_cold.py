@@ -44,7 +44,7 @@ def check_cold(url: str) -> Finding:
 def check_redis(url: str) -> Finding:
     """Whether a Redis answers, its version, its memory, and how far away it is."""
     # Here, since redis takes a good part of the time in which a command starts.
-    from ..tiers.redis_fleet import Address
+    from ..tiers.redis_url import Address
     from ..tiers.redis_wire import CONNECT_ERRORS, describe
 
     try:

@@ -165,7 +165,20 @@ def add_parser(commands: Any) -> None:
         help="for commits and writes to the cold tier when it is stopped (default: %(default)s)",
     )
     parser.add_argument("--quiet", action="store_true", help="say nothing unless something is wrong")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, settings=_settings)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    """The option that each setting comes from."""
+    return {
+        "host_bytes": "--host-bytes",
+        "socket": "--socket",
+        "arena": "--arena",
+        "cold.url": "--cold",
+        "cold.path": "--cold",
+        "cold.capacity_bytes": "--cold-bytes",
+        "cold.secret": f"${_COLD_SECRET}" if options.cold_secret_file is None else "--cold-secret-file",
+    }
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -37,7 +37,7 @@ from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 from .sessions import Sessions
-from .sizing import default_host_bytes, device_blocks_of, loaded_on, mover_on
+from .sizing import default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
 from .text import Texts
 
 __all__ = ["LLM", "Completion"]
@@ -166,15 +166,16 @@ class LLM:
                 undo.callback(self.host.close, keep_cold=True)
             mover = mover_on(device)
             undo.callback(mover.close)
-            self.store = TieredStore(
-                self.layout,
-                blocks,
-                root=self._identity.root,
-                host=host if host is not None else self.host,
-                device=device,
-                max_sequences=max_sequences,
-                mover=mover,
-            )
+            with told_by_bytes(device_bytes):
+                self.store = TieredStore(
+                    self.layout,
+                    blocks,
+                    root=self._identity.root,
+                    host=host if host is not None else self.host,
+                    device=device,
+                    max_sequences=max_sequences,
+                    mover=mover,
+                )
             undo.callback(self.store.close)
             self._scheduler = Scheduler(
                 self.store,
@@ -213,6 +214,16 @@ class LLM:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Which attention runs on kernels, of ``decode`` and ``prefill``; the rest is plain torch."""
+        return self._loaded.model.kernels_for(self.layout)
+
+    @property
+    def captured(self) -> list[int]:
+        """The sizes of batches whose decode step is a CUDA graph by now, ascending."""
+        return self._runner.captured
 
     @property
     def scheduler(self) -> Scheduler:

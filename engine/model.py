@@ -12,6 +12,7 @@ The architecture: Touvron et al., LLaMA (arXiv:2302.13971); rotary positions: Su
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
@@ -32,6 +33,9 @@ from ..kernels import (
 from ..tiers.layout import KVLayout
 
 __all__ = ["CausalLM", "ForwardBatch", "ModelConfig"]
+
+_MOST_GROUP: Final = 16
+"""Query heads of a KV head up to which the kernel of decoding answers, and not the reference."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +261,26 @@ class CausalLM(nn.Module):
             block_size,
             dtype or str(self.dtype).removeprefix("torch."),
         )
+
+    def kernels_for(self, layout: KVLayout) -> tuple[str, ...]:
+        """Which attention over blocks of this layout runs on kernels where the model is.
+
+        Returns:
+            of ``decode`` and ``prefill`` those that do; the reference in plain torch computes the others.
+        """
+        device = self.device
+        table = torch.empty((0, 1), dtype=torch.int64, device=device)
+        lengths = torch.empty(0, dtype=torch.int32, device=device)
+        none = torch.zeros(1, dtype=torch.int32, device=device)
+        found = []
+        # Steps ask for their plans in the same way.
+        if self.config.num_heads <= _MOST_GROUP * self.config.num_kv_heads and isinstance(
+            decode_plan(table, lengths, layout), DecodePlan
+        ):
+            found.append("decode")
+        if isinstance(prefill_plan(none, table, lengths, layout), PrefillPlan):
+            found.append("prefill")
+        return tuple(found)
 
     @torch.inference_mode()
     def forward(

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kernels import DecodePlan, decode_plan
 from ..tiers.layout import KVLayout
 from .model import CausalLM, ForwardBatch
 
@@ -34,8 +33,6 @@ _SMALL_SIZES: Final = (1, 2, 4)
 _STEP: Final = 8
 _INPUTS: Final = 6
 """Rows of a size's inputs: tokens, positions, addresses, offsets, rows of the table, and lengths as int32."""
-_MOST_GROUP: Final = 16
-"""Query heads of a KV head up to which the kernel of decoding answers, and not the reference."""
 
 
 def padded_size(count: int, most: int) -> int:
@@ -48,12 +45,7 @@ def padded_size(count: int, most: int) -> int:
 
 def can_capture(model: CausalLM, layout: KVLayout) -> bool:
     """Whether no kernel of a decode step waits for the device, so that a graph may be made of it."""
-    device = model.device
-    if device.type != "cuda" or model.config.num_heads > _MOST_GROUP * model.config.num_kv_heads:
-        return False
-    table = torch.empty((0, 1), dtype=torch.int64, device=device)
-    lengths = torch.empty(0, dtype=torch.int32, device=device)
-    return isinstance(decode_plan(table, lengths, layout), DecodePlan)
+    return "decode" in model.kernels_for(layout)
 
 
 @dataclass

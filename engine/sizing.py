@@ -6,6 +6,8 @@ All of it comes from settings that may leave it to the machine.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -13,13 +15,14 @@ from typing import Final
 import torch
 
 from ..kernels.copy_blocks import AddressCopier
-from ..tiers.errors import ConfigError, KernelError
+from ..tiers.arena import MOST_BLOCKS
+from ..tiers.errors import ConfigError, KernelError, MemoryUnavailableError
 from ..tiers.layout import KVLayout
 from ..tiers.memory import memory_headroom
 from ..tiers.mover import CudaMover, HostMover, Mover
 from .loader import LoadedModel, find_device, find_dtype, load_model
 
-__all__ = ["default_host_bytes", "device_blocks_of", "loaded_on", "mover_on"]
+__all__ = ["default_host_bytes", "device_blocks_of", "loaded_on", "mover_on", "told_by_bytes"]
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +74,22 @@ def device_blocks_of(layout: KVLayout, device: str, blocks: int | None, size: in
             size = int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
     if size < layout.block_bytes:
         raise ConfigError("device_bytes", f"must hold a block of {layout.block_bytes} bytes, got {size}")
+    if size // layout.block_bytes > MOST_BLOCKS:
+        most = MOST_BLOCKS * layout.block_bytes
+        raise ConfigError("device_bytes", f"must be at most {most}, {MOST_BLOCKS} blocks, got {size}")
     return size // layout.block_bytes
+
+
+@contextmanager
+def told_by_bytes(size: int | None) -> Iterator[None]:
+    """A device tier that does not fit is the fault of `device_bytes`, where that is what said its size."""
+    try:
+        yield
+    except MemoryUnavailableError as error:
+        setting, _, problem = str(error).partition(": ")
+        if size is None or setting != "device_blocks":
+            raise
+        raise MemoryUnavailableError(f"device_bytes: {problem}") from error
 
 
 def default_host_bytes() -> int:

@@ -76,7 +76,8 @@ class HostStore:
         quotas: bytes that the blocks of each tenant may take; ``*``: of each that is not named. None: all.
 
     Raises:
-        ConfigError: a value is of a wrong type or out of range, or `arena` is of another size.
+        ConfigError: a value is of a wrong type or out of range, there is no such `device`, or `arena` is of
+            another size.
         ClosedError: the cold tier is closed.
         MemoryUnavailableError: the machine does not have `host_bytes`.
     """
@@ -149,7 +150,8 @@ class HostStore:
             tenant: whose the blocks are: quotas go by it, and no other tenant finds them.
 
         Raises:
-            ConfigError: a block does not fit an extent, or an argument is of a wrong type.
+            ConfigError: a block does not fit an extent, or is more than all that the cold tier keeps, or an
+                argument is of a wrong type.
             ClosedError: the store is closed.
         """
         name = space_id(layout, shard, check_tenant("tenant", tenant))
@@ -159,6 +161,8 @@ class HostStore:
             if space is None:
                 if layout.block_bytes > self.arena.extent_bytes:
                     raise self._does_not_fit(layout)
+                if self.cold is not None:
+                    self.cold.check_block(layout.block_bytes)
                 records = self._new_records(layout, shard, tenant)
                 space = HostSpace(self._shared, layout, shard, tenant, records)
                 self._spaces[name] = space

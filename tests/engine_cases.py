@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from kvpager.engine.judge import ROUNDING, shortfalls
 from kvpager.engine.llm import LLM, Completion
 from kvpager.engine.loader import LoadedModel, load_model
 from kvpager.engine.runner import Runner
@@ -21,7 +22,6 @@ from kvpager.tests.model_files import save_tiny_model
 __all__ = [
     "GREEDY",
     "HALF_SIZE",
-    "ROUNDING",
     "SIZE",
     "TOKENS",
     "Case",
@@ -48,8 +48,6 @@ SIZE = 8
 """Tokens per block."""
 HALF_SIZE = 16
 """The same of `make_half_case`: what the kernels take."""
-ROUNDING = 0.03
-"""Standard deviations of the logits by which float16 may take another token for the best."""
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
 Tokens = tuple[int, ...]
@@ -118,9 +116,8 @@ class Judge:
     def check(self, prompt: list[int], answer: Tokens) -> None:
         """Each token of a greedy answer is the best after those before it, or as good but for rounding."""
         logits = self._model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
-        taken = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        lacking = (logits.amax(-1) - taken) / logits.std(-1)
-        assert float(lacking.max()) < ROUNDING, f"token {int(lacking.argmax())} of {answer}"
+        lacking = shortfalls(logits, answer)
+        assert float(lacking.max()) < ROUNDING["float16"], f"token {int(lacking.argmax())} of {answer}"
 
 
 def run_padded(llm: LLM) -> LLM:

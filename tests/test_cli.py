@@ -43,7 +43,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["demo", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for option in ("--model", "--sessions", "--redis", "--disk", "--device", "--answer-tokens"):
+    for option in ("--model", "--sessions", "--redis", "--disk", "--device", "--dtype", "--answer-tokens"):
         assert option in shown
 
 
@@ -54,6 +54,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         ["dance"],
         ["demo", "--sessions", "many"],
         ["demo", "--nonsense"],
+        ["demo", "--dtype", "int8"],
         ["demo", "--redis", "redis://127.0.0.1", "--disk", "x"],
     ],
 )
@@ -79,26 +80,27 @@ def test_numbers_that_make_no_sense_are_refused(
 
 def test_a_model_that_is_not_there_is_said_to_be_so() -> None:
     done = run("demo", "--model", "/no/model")
-    check_one_line(done.returncode, done.stderr, "kvpager demo: there is no model at /no/model")
+    check_one_line(done.returncode, done.stderr, "kvpager demo: --model: there is no model at /no/model")
 
 
 def test_a_model_that_cannot_be_read_is_said_to_be_so(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF is not all that a model needs")
     done = run("demo", "--model", str(path))
-    check_one_line(done.returncode, done.stderr, f"kvpager demo: {path}: the GGUF file is cut off")
+    check_one_line(done.returncode, done.stderr, f"kvpager demo: --model: {path}: the GGUF file is cut off")
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "abacus"])
 def test_a_device_that_is_not_there_is_said_to_be_so(device: str) -> None:
     done = run("demo", "--device", device)
-    check_one_line(done.returncode, done.stderr, "kvpager demo: device: ")
+    check_one_line(done.returncode, done.stderr, "kvpager demo: --device: ")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--socket", "x"], "--socket: is a sidecar's, and goes with --sidecar"),
+        (["--sidecar", "--socket", "kvpager://h:1"], "--socket: must be a path on this machine"),
         (["--sidecar", "--socket", "x", "--disk", "y"], "--socket: its cold tier is its own"),
         (["--sidecar", "--socket", ""], "--socket: must be a string that is not empty"),
         (["--sidecar", "--sessions", "1"], "--sessions: must be an integer of at least 2, got 1"),
@@ -113,6 +115,38 @@ def test_options_of_the_demo_that_contradict_each_other_are_refused(
 def test_a_demo_without_its_sidecar_says_so(tmp_path: Path) -> None:
     done = run("demo", "--sidecar", "--socket", str(tmp_path / "none"))
     check_one_line(done.returncode, done.stderr, f"kvpager demo: unix://{tmp_path}/none")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--sidecar"]])
+@pytest.mark.parametrize(("option", "value"), [("--redis", "http://x"), ("--disk", "/")])
+def test_a_cold_tier_of_the_demo_that_cannot_be_is_told_by_its_option(
+    arguments: list[str], option: str, value: str
+) -> None:
+    done = run("demo", *arguments, option, value)
+    check_one_line(done.returncode, done.stderr, f"kvpager demo: {option}: ")
+
+
+def test_a_secret_in_the_environment_is_named_by_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVPAGER_COLD_SECRET", "short")
+    cold = ["--cold", f"disk://{tmp_path}/cold", "--cold-bytes", "1G"]
+    code = main(["serve", "--socket", f"{tmp_path}/socket", *cold])
+    check_one_line(code, capsys.readouterr().err, "kvpager serve: $KVPAGER_COLD_SECRET: must be at least 16")
+
+
+def test_findings_of_the_doctor_name_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("KVPAGER_TOKEN", raising=False)
+    for arguments, said in (
+        (["--socket", "http://x"], "sidecar: --socket: must be unix:///path"),
+        (["--socket", "kvpager://localhost:1"], "sidecar: --token-file: a sidecar that is reached over TCP"),
+        (["--cold", "http://x"], "cold tier: --cold: must begin with redis://"),
+        (["--shm", f"{tmp_path}/none"], f"arenas: --shm: {tmp_path}/none cannot be read"),
+    ):
+        assert main(["doctor", *arguments]) == 1
+        assert f"problem  {said}" in capsys.readouterr().out
 
 
 def test_a_redis_that_is_no_url_is_not_taken_for_a_folder(capsys: pytest.CaptureFixture[str]) -> None:

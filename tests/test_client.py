@@ -696,3 +696,16 @@ def test_asyncio_outlives_a_stalled_and_a_dead_sidecar(serving: ServeProcess) ->
             assert (await client.stats())["sidecar"]["leased"] == 0
 
     run(work)
+
+
+def test_a_cold_tier_that_holds_no_block_is_told_to_whoever_opens_the_space(tmp_path: Path) -> None:
+    wide = KVLayout(1, 1, 32, block_size=32, dtype="float32")  # 8 KiB
+    cold = (f"--cold=disk://{tmp_path}/cold", "--cold-bytes=8192")
+    with ServeProcess(tmp_path / "socket", *cold) as serving, kvpager.connect(serving.path) as client:
+        with pytest.raises(ConfigError) as caught:
+            client.space(wide)
+        assert caught.value.setting == "cold.capacity_bytes"
+        assert "8192 bytes do not hold a block of 8192 bytes: give at least 12288" in str(caught.value)
+        # Others have their place.
+        with client.space(LAYOUT).reserve(names(0, 1)) as reservation:
+            assert len(reservation.blocks) == 1

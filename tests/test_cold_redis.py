@@ -337,7 +337,7 @@ def test_urls_that_can_never_work_are_refused_by_name(server: RedisServer, tmp_p
         f"{url}/xx": "a database is a number from 0 up, got 'xx'",
         f"{url}/-1": "a database is a number from 0 up, got '-1'",
         f"{url}/1/2": "a database is a number",
-        f"{url}?db=xx": "cannot be used",
+        f"{url}?db=xx": "db cannot be 'xx'",
         f"{url}?db=-1": "a database is a number from 0 up, got '-1'",
         "redis://[::1": "cannot be used",
         "redis://localhost:0": "no port 0",
@@ -347,7 +347,6 @@ def test_urls_that_can_never_work_are_refused_by_name(server: RedisServer, tmp_p
         "redis+cluster://localhost/1": "a Cluster has database 0 only",
         url.replace("redis://", "redis+cluster://"): "is not a Cluster node",
         url.replace("redis://", "redis://user:secret-word@"): "refuses the credentials",
-        url.replace("redis://", "rediss://") + "?ssl_ca_certs=/no/such/file": "TLS file cannot be read",
     }.items():
         with pytest.raises(ConfigError, match=problem) as caught:
             RedisColdTier(wrong, connect_timeout=1.0).close()
@@ -356,6 +355,50 @@ def test_urls_that_can_never_work_are_refused_by_name(server: RedisServer, tmp_p
     for settings in ({"ttl": 0}, {"connections": 0}, {"deadline": 0}, {"connect_timeout": -1.0}):
         with pytest.raises(ConfigError, match=f"cold.{next(iter(settings))}"):
             RedisColdTier(url, **settings)
+
+
+def test_an_option_of_the_url_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    """Before anything is connected to: nobody listens there."""
+    files = make_tls_files(tmp_path)
+    text = tmp_path / "text"
+    text.write_text("no certificate")
+    hidden = tmp_path / "hidden" / "file"
+    signed = files.certificate
+    tls = f"rediss://127.0.0.1:{free_port()}?"
+    for wrong, problem in {
+        f"{tls}ssl_ca_certs=/no/such/file": "ssl_ca_certs: /no/such/file cannot be read: No such file",
+        f"{tls}ssl_ca_certs={tmp_path}": f"ssl_ca_certs: {tmp_path} cannot be read: Is a directory",
+        f"{tls}ssl_ca_certs={text}": f"ssl_ca_certs: {text} holds no certificates that can be read",
+        f"{tls}ssl_ca_certs=": "ssl_ca_certs has no value",
+        f"{tls}ssl_ca_path={hidden}": f"ssl_ca_path: {hidden} is no folder",
+        f"{tls}ssl_ca_data=nonsense": "ssl_ca_data: holds no certificates",
+        f"{tls}ssl_certfile={hidden}": f"ssl_certfile: {hidden} cannot be read",
+        f"{tls}ssl_certfile={signed}&ssl_keyfile={hidden}": f"ssl_keyfile: {hidden} cannot be read",
+        f"{tls}ssl_certfile={signed}&ssl_keyfile={text}": f"ssl_certfile: {signed} and ssl_keyfile={text}",
+        f"{tls}ssl_keyfile={files.key}": "ssl_keyfile goes with ssl_certfile",
+        f"{tls}ssl_cert_reqs=perhaps": "ssl_cert_reqs cannot be 'perhaps'",
+        f"{tls}ssl_min_version=newest": "ssl_min_version cannot be 'newest'",
+        f"{tls}ssl_min_version=7": "ssl_min_version: 7 is no version of TLS",
+        f"{tls}ssl_ciphers=rot13": "ssl_ciphers: names none",
+        f"{tls}ssl_nonsense=1": "ssl_nonsense cannot be set in the URL",
+        # redis-py passes over what is not True itself: nothing would be validated.
+        f"{tls}ssl_validate_ocsp=true": "ssl_validate_ocsp cannot be set in the URL",
+        f"{tls}socket_keepalive=": "socket_keepalive has no value",
+        f"redis://127.0.0.1?ssl_ca_certs={files.ca}": "ssl_ca_certs is for TLS: use rediss://",
+        f"redis+cluster://localhost?ssl_ca_certs={files.ca}": "ssl_ca_certs is for TLS: use rediss+cluster://",
+        f"unix:///redis.sock?ssl_ca_certs={files.ca}": "ssl_ca_certs is for TLS: there is none on a socket",
+        "unix:///run/redis.sock?socket_keepalive=1": "socket_keepalive is no option of unix://",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            RedisColdTier(wrong, connect_timeout=1.0).close()
+        assert str(caught.value).startswith(f"cold.url: {problem}"), wrong
+    # What can be used is: the server alone is not there.
+    for right in (
+        f"ssl_ca_certs={files.ca}&ssl_min_version=771&ssl_cert_reqs=optional",
+        f"ssl_certfile={signed}&ssl_keyfile={files.key}&ssl_ca_path={tmp_path}",
+        "ssl_check_hostname=no&ssl_cert_reqs=none&socket_keepalive=1&client_name=me",
+    ):
+        RedisColdTier(tls + right, connect_timeout=1.0).close()
 
 
 def test_tls_and_credentials_are_checked_when_the_tier_is_opened(tmp_path: Path) -> None:

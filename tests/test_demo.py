@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,22 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from kvpager.api.demo_chats import Settings, Truth, first_process, second_process, uncached
+from kvpager.api.demo_report import report, report_answers
+from kvpager.engine.judge import Difference
+from kvpager.engine.loader import load_model
+from kvpager.engine.sequence import FinishReason
+from kvpager.kvstore.hashing import hash_blocks
 from kvpager.tests.model_files import require_smollm2
 from kvpager.tests.process_tree import await_child, is_there
 from kvpager.tests.redis_servers import RedisServer, free_port
 from kvpager.tests.serve_process import ServeProcess
+from rich.console import Console
 
 SCRIPT = str(Path(sys.executable).with_name("kvpager"))
 SMALL = ("demo", "--sessions", "3", "--answer-tokens", "4", "--device", "cpu")
 EQUAL = re.compile(r"All (\d+) answers equal")
+TIED = re.compile(r"(\d+) of (\d+) answers equal .* (\d+) differ at a tie")
 
 
 def run(
@@ -103,6 +112,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=64,  # what kernels take
         max_position_embeddings=8192,
         initializer_range=0.2,
         eos_token_id=0,
@@ -174,6 +184,117 @@ def test_a_sidecar_that_is_too_small_to_pass_anything_on_is_told(tiny: Path, tmp
     assert done.returncode == 1
     assert "The second engine found nothing" in done.stdout
     assert "answers equal those" in done.stdout
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_in_16_bits_the_demo_tells_how_many_answers_are_equal_and_that_the_others_part_at_a_tie(
+    tiny: Path, tmp_path: Path, dtype: str
+) -> None:
+    done = run("--model", str(tiny), "--disk", str(tmp_path), "--dtype", dtype)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Attention ran in {dtype} in the reference code, plain torch." in done.stdout
+    assert f"on cpu in {dtype}: 2 x 2 layers" in done.stdout
+    equal, tied = EQUAL.search(done.stdout), TIED.search(done.stdout)
+    if equal is not None:
+        assert equal[1] == "9"
+    else:
+        assert tied is not None, done.stdout
+        assert int(tied[1]) + int(tied[3]) == int(tied[2]) == 9
+
+
+def joined(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, in one line."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def wide() -> Console:
+    return Console(width=500, record=True, quiet=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_wrong_answer_is_told_and_fails_the_demo(tiny: Path, tmp_path: Path, dtype: str) -> None:
+    settings = Settings(str(tiny), "cpu", 3, 4, str(tmp_path), dtype)
+    chats = first_process(settings)
+    console = wide()
+    assert report_answers(console, [chats], uncached(settings, chats.turns)) == 0
+    right = chats.turns[0]
+    # Not the answer to this prompt: what wrong KV would lead to.
+    stolen = next(turn.answer for turn in chats.turns if turn.answer[0] != right.answer[0])
+    chats.turns[0] = replace(right, answer=stolen)
+    truth = uncached(settings, chats.turns)
+    assert [one.tie for one in truth.differences if one.at == 0] == [False]
+    assert report_answers(console, [chats], truth) == 1
+    said = console.export_text()
+    assert "1 of 6 answers differ from those computed without cache" in said
+    tolerance = {"float16": "within 0.03", "bfloat16": "within 0.24"}
+    assert dtype == "float32" or f"{tolerance[dtype]} standard deviations of the best" in said
+
+
+def test_the_report_counts_what_is_equal_what_ties_and_what_is_wrong(tiny: Path, tmp_path: Path) -> None:
+    settings = Settings(str(tiny), "cpu", 3, 4, str(tmp_path), "float16")
+    chats = first_process(settings)
+    tie, wrong = Difference(2, 0.0123, True), Difference(1, 0.5, False)
+    console = wide()
+    assert report_answers(console, [chats], Truth("float16", 1.0, [tie, tie])) == 0
+    assert (
+        "4 of 6 answers equal those computed without any cache, token by token; 2 differ at a tie (in "
+        "float16, tokens whose logits, computed without cache, are within 0.03 standard deviations of the "
+        "best; the widest 0.012).\n"
+    ) in console.export_text()
+    assert report_answers(console, [chats], Truth("float16", 1.0, [tie, wrong])) == 1
+    said = console.export_text()
+    assert "1 of 6 answers differ from those computed without cache, and not at a tie" in said
+
+
+@pytest.mark.parametrize("sessions", [1, 2, 9])
+def test_few_chats_are_estimated_to_need_what_they_need(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], sessions: int
+) -> None:
+    settings = Settings(str(tiny), "cpu", sessions, 4, str(tmp_path))
+    chats = first_process(settings)
+    layout = load_model(tiny).model.kv_layout(16)
+    # At the end of its second turn a chat has its whole prompt and answer.
+    ends = [[*turn.prompt, *turn.answer] for turn in chats.turns[-sessions:]]
+    full = {name for tokens in ends for name in hash_blocks(tokens, 16, bytes(16))}
+    megabytes = (len(full) + sessions) * layout.block_bytes / 1e6
+    said = re.search(
+        rf"{sessions} chats over {min(sessions, 4)} documents need about ([\d.]+) MB", joined(capsys)
+    )
+    assert said is not None
+    assert 0.95 * megabytes - 0.1 <= float(said[1]) <= 1.15 * megabytes + 0.1
+
+
+def test_one_chat_with_long_answers_fits(tiny: Path, tmp_path: Path) -> None:
+    settings = Settings(str(tiny), "cpu", 1, 500, str(tmp_path))
+    first = first_process(settings)
+    second, truth = second_process(settings, first)
+    assert report(wide(), first, second, truth) == 0
+    # Two turns, and one after the restart, each as long as it may be, or up to its own end.
+    assert all(
+        len(turn.answer) == 500 or turn.completion.finish_reason is FinishReason.STOP
+        for turn in (*first.turns, *second.turns)
+    )
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_demo_runs_on_kernels_in_float16(tiny: Path, tmp_path: Path) -> None:
+    settings = Settings(str(tiny), "cuda:0", 3, 6, str(tmp_path))
+    first = first_process(settings)
+    second, truth = second_process(settings, first)
+    console = wide()
+    assert report(console, first, second, truth) == 0
+    said = console.export_text()
+    assert truth.dtype == "float16"
+    assert re.search(r"Attention ran in float16 on kvpager's kernels \(decode( and prefill)?\)", said), said
+    assert first.captured
+    assert "CUDA graphs of decode steps of" in said
+    assert sum(turn.completion.cached.cold for turn in second.turns) > 300
+    # A wrong answer is no tie on kernels either.
+    right = second.turns[0]
+    turns = (*second.turns, *first.turns)
+    stolen = next(turn.answer for turn in turns if turn.answer[0] != right.answer[0])
+    wrong = uncached(settings, [replace(right, answer=stolen)])
+    assert [one.tie for one in wrong.differences] == [False]
 
 
 @pytest.mark.full

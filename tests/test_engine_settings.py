@@ -145,6 +145,13 @@ def test_numbers_of_numpy_are_numbers(llama: Case, make_llama: MakeLLM) -> None:
         ({"device_blocks": None, "device_bytes": -1}, ConfigError, "device_bytes"),
         ({"device_blocks": None, "device_bytes": 10}, ConfigError, "device_bytes"),
         ({"device_blocks": 9, "device_bytes": 1 << 20}, ConfigError, "device_bytes"),
+        ({"device_blocks": None, "device_bytes": 10**30}, ConfigError, "^device_bytes: must be at most"),
+        (
+            {"device_blocks": None, "device_bytes": 1 << 42},
+            MemoryUnavailableError,
+            r"^device_bytes: \d+ blocks of .* are 4\.0 TiB, but only",
+        ),
+        ({"device_blocks": 1 << 30}, MemoryUnavailableError, "^device_blocks: 1073741824 blocks of"),
         ({"host_bytes": -1}, ConfigError, "host_bytes"),
         ({"host_bytes": 1 << 60}, MemoryUnavailableError, "host_bytes|memory"),
         ({"device_blocks": 1 << 28}, MemoryUnavailableError, "device|memory"),

@@ -17,6 +17,7 @@ from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.space import HostSpace
+from kvpager.kvstore.store import TieredStore
 from kvpager.tests.troubled_disk import TroubledDisk
 from kvpager.tiers.cold import ColdStatus
 from kvpager.tiers.cold_disk import DiskColdTier
@@ -234,14 +235,33 @@ def test_slots_that_are_none_of_the_space_have_no_address() -> None:
 
 
 def test_a_cold_tier_that_is_full_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cold = DiskColdTier(tmp_path, capacity_bytes=4096)
-    wide = KVLayout(1, 1, 32, block_size=16, dtype="float32")  # 4 KiB, and a header is beside it
+    cold = TroubledDisk(tmp_path)
+    cold.fault = ColdStatus.FULL
     with store(4, cold=cold) as host:
-        space = host.space(wide)
-        assert space.put(names(0, 4), blocks(0, 4, wide), wait=5.0) == 4
+        space = host.space(SMALL)
+        assert put(space, 0, 4, wait=5.0) == 4
         assert host.flush(0.2) == 4
         assert host.flush(0.2) == 4
     assert sum("the cold tier is full, or too small" in text for text in caplog.messages) == 1
+
+
+def test_a_cold_tier_that_does_not_hold_one_block_is_refused_by_name(tmp_path: Path) -> None:
+    wide = KVLayout(1, 1, 32, block_size=16, dtype="float32")  # 4 KiB, and a header is beside it
+    said = "cold.capacity_bytes: 4096 bytes do not hold a block of 4096 bytes: give at least 8192"
+    with store(4, cold=DiskColdTier(tmp_path / "small", capacity_bytes=4096)) as host:
+        assert host.space(SMALL).put(names(0, 1), blocks(0, 1), wait=5.0) == 1
+        with pytest.raises(ConfigError) as caught:
+            host.space(wide)
+        assert str(caught.value) == said
+        with pytest.raises(ConfigError) as caught:
+            TieredStore(wide, 4, root=b"r" * 16, host=host)
+        assert str(caught.value) == said
+    # What the error asks for is enough.
+    with store(4, cold=DiskColdTier(tmp_path / "enough", capacity_bytes=8192)) as host:
+        space = host.space(wide)
+        assert space.put(names(0, 1), blocks(0, 1, wide), wait=5.0) == 1
+        assert host.flush() == 0
+        assert host.stats.cold_written == 1
 
 
 def test_a_hit_needs_every_shard() -> None:

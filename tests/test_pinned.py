@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvpager.kvstore.host import HostStore
 from kvpager.tiers import pinned
 from kvpager.tiers.driver import driver_answers
 from kvpager.tiers.errors import ClosedError, ConfigError, IntegrityError, MemoryUnavailableError
 from kvpager.tiers.memory import format_bytes, memory_headroom
+from kvpager.tiers.mover import CudaMover
 from kvpager.tiers.pinned import PinnedArena
 
 MIB = 1 << 20
@@ -72,15 +74,28 @@ class TestGrowth:
             assert arena.device_delta == 0
 
     @pytest.mark.skipif(driver_answers(), reason="a CUDA driver answers")
-    def test_where_no_driver_answers_the_arena_goes_on_unregistered(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        with PinnedArena(16 * MIB, device="cuda:0") as arena:
+    def test_where_no_driver_answers_a_device_is_refused_by_all_who_are_given_one(self) -> None:
+        for make in (
+            lambda: PinnedArena(16 * MIB, device="cuda:0"),
+            lambda: HostStore(16 * MIB, device="cuda:0"),
+            lambda: HostStore(16 * MIB, device="cuda"),
+            CudaMover,
+        ):
+            with pytest.raises(ConfigError, match=r"^device: no CUDA driver answers on this machine$"):
+                make().close()
+        # Nothing is wanted of it.
+        with PinnedArena(MIB, device="cuda:0", page_lock=False) as arena:
             assert arena.wait_ready(timeout=10)
-            assert not arena.is_page_locked(np.arange(4)).any()
-        assert [record.message for record in caplog.records] == [
-            "host memory is not page-locked: no CUDA driver answers"
-        ]
+
+    @pytest.mark.gpu
+    def test_a_gpu_that_is_not_there_is_refused(self) -> None:
+        for make in (
+            lambda: PinnedArena(16 * MIB, device="cuda:77"),
+            lambda: HostStore(16 * MIB, device="cuda:77"),
+            lambda: CudaMover("cuda:77"),
+        ):
+            with pytest.raises(ConfigError, match=r"^device: there is no cuda:77: this machine has \d+ CUDA"):
+                make().close()
 
 
 class TestExtents:

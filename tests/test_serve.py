@@ -105,13 +105,17 @@ def test_what_is_no_size_is_refused_by_name(text: str) -> None:
     ("arguments", "said"),
     [
         (["--host-bytes", "much"], "--host-bytes: must be a size like 8G"),
-        (["--host-bytes", "1"], "host_bytes: must be at least one page"),
-        (["--host-bytes", "9000T"], "host_bytes: an arena of 9000.0 TiB was asked for"),
+        (["--host-bytes", "1"], "--host-bytes: must be at least one page"),
+        (["--host-bytes", "9000T"], "--host-bytes: an arena of 9000.0 TiB was asked for"),
         (["--host-bytes", "16M", "--drain", "-1"], "--drain: must be a finite number"),
         (["--host-bytes", "16M", "--drain", "nan"], "--drain: must be a finite number"),
         (["--host-bytes", "16M", "--allow-uid", "-1"], "--allow-uid: must be an integer"),
-        (["--host-bytes", "16M", "--cold", "gopher://x"], "cold.url: "),
-        (["--host-bytes", "16M", "--cold", "disk:///nowhere"], "cold.capacity_bytes: "),
+        (["--host-bytes", "16M", "--cold", "gopher://x"], "--cold: must begin with redis://"),
+        (["--host-bytes", "16M", "--cold", "disk:///nowhere"], "--cold-bytes: is needed for a"),
+        (["--host-bytes", "16M", "--cold", "redis://x?nonsense=1"], "--cold: nonsense cannot be set"),
+        (["--host-bytes", "16M", "--cold", "redis://x", "--cold-bytes", "1G"], "--cold-bytes: is for a disk"),
+        (["--host-bytes", "16M", "--cold", "disk:///", "--cold-bytes", "1G"], "--cold: the root of the file"),
+        (["--host-bytes", "16M", "--cold", "disk:///x", "--cold-bytes", "5"], "--cold-bytes: must be"),
         (["--host-bytes", "16M", "--cold-bytes", "1G"], "--cold-bytes: is for a cold tier"),
         (["--host-bytes", "16M", "--cold-secret-file", "x"], "--cold-secret-file: is for a cold tier"),
         (
@@ -120,9 +124,9 @@ def test_what_is_no_size_is_refused_by_name(text: str) -> None:
         ),
         (
             ["--host-bytes", "16M", "--socket", "/no/such/folder/socket"],
-            "socket: /no/such/folder/socket.lock",
+            "--socket: /no/such/folder/socket.lock",
         ),
-        (["--host-bytes", "16M", "--socket", ""], "socket: must be a path"),
+        (["--host-bytes", "16M", "--socket", ""], "--socket: must be a path"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_in_one_line(
@@ -237,10 +241,10 @@ def test_one_that_cannot_start_leaves_the_blocks_of_the_one_before(
         first.process.communicate()
     arena = default_arena_path(str(path))
     for arguments, said in (
-        (["--host-bytes", "8M"], f"host_bytes: {arena} is an arena of 16.0 MiB, not of 8.0 MiB"),
-        (["--arena", arena, "--socket", str(tmp_path / "no" / "socket")], "socket: "),
+        (["--host-bytes", "8M"], f"--host-bytes: {arena} is an arena of 16.0 MiB, not of 8.0 MiB"),
+        (["--arena", arena, "--socket", str(tmp_path / "no" / "socket")], "--socket: "),
         (["--arena", "memory", "--fresh"], "--arena: memory is no file"),
-        (["--arena", str(tmp_path)], f"arena: {tmp_path} cannot be opened: Is a directory"),
+        (["--arena", str(tmp_path)], f"--arena: {tmp_path} cannot be opened: Is a directory"),
     ):
         assert main(["serve", "--socket", str(path), "--quiet", *arguments]) == 1
         assert capsys.readouterr().err.startswith(f"kvpager serve: {said}")
@@ -264,7 +268,7 @@ def test_a_second_one_on_the_same_socket_is_refused_and_a_killed_ones_place_is_t
         started.append(second)
         _, errors = second.process.communicate(timeout=60)
         assert second.process.returncode == 1
-        assert errors == f"kvpager serve: socket: another sidecar listens on {path}\n"
+        assert errors == f"kvpager serve: --socket: another sidecar listens on {path}\n"
         assert client.open() == 0
         boot = client.welcome.boot_id
     first.process.kill()
@@ -320,7 +324,7 @@ def test_a_secret_that_others_can_read_or_that_is_short_is_refused_and_not_shown
     arguments += ["--cold", f"disk://{tmp_path}/cold", "--cold-bytes", "64M", "--cold-secret-file", str(key)]
     for text, mode, said in (
         ("sesame and as many more", 0o640, f"--cold-secret-file: {key} can be read or written by others"),
-        ("sesame", 0o600, "cold.secret: "),
+        ("sesame", 0o600, "--cold-secret-file: must be at least 16 bytes, got 6"),
         ("sesame" * 1000, 0o600, f"--cold-secret-file: {key} has more than 4096 bytes"),
     ):
         key.write_text(text)

@@ -121,6 +121,10 @@ LAYOUTS: list[Case] = [
     *[(layout(format=value), "format") for value in (5, ["plain"], "", "opaque:", "tiled", "opaque:\ud800")],
     *[(layout(planes=value), "planes") for value in (True, 2.0, 3, 0, None, "2")],
     *[(layout(window=value), "window") for value in ("x", 1.5, 0, True, 10**30)],
+    *[
+        (lambda _, value=value: LAYOUT.blocks_for(value), "num_tokens")
+        for value in (None, "5", 5.0, True, -1, [5], 2.5, b"5")
+    ],
     *[(layout(scale_bytes=value), "scale_bytes") for value in (None, 1.5, -1, "x", True)],
 ]
 
@@ -486,6 +490,8 @@ def test_integers_of_numpy_are_integers() -> None:
     assert shape == KVLayout(2, 2, 64, block_size=16)
     assert shape.fingerprint == KVLayout(2, 2, 64, block_size=16).fingerprint
     assert ChainIdentity(b"m", epoch=np.int64(3)).root == ChainIdentity(b"m", epoch=3).root  # type: ignore[arg-type]
+    assert type(shape.blocks_for(np.int32(17))) is int  # type: ignore[arg-type]
+    assert [shape.blocks_for(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
     with HostStore(np.int64(1 << 20), clean_ahead=np.float32(0.5)) as host:  # type: ignore[arg-type]
         assert host.space(shape).slots_per_extent == (1 << 20) // shape.block_bytes
 

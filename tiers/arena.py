@@ -17,7 +17,7 @@ from .settings import MOST_BYTES, expect_array, expect_integer, expect_text, sho
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AddressArray", "DeviceArena", "SlotAllocator", "SlotArray"]
+__all__ = ["MOST_BLOCKS", "AddressArray", "DeviceArena", "SlotAllocator", "SlotArray"]
 
 SlotArray: TypeAlias = npt.NDArray[np.int32]
 """int32 [n] of slot numbers."""
@@ -29,6 +29,8 @@ _INT64: Final = np.dtype(np.int64)
 _TAKEN: Final = -1
 _ABSENT: Final = -2
 _MOST_SLOTS: Final = 1 << 31
+MOST_BLOCKS: Final = _MOST_SLOTS - 1
+"""Of a device arena."""
 _HOST_ALIGNMENT: Final = 4096
 _NO_SLOTS: Final = np.empty(0, np.int32)
 
@@ -228,7 +230,7 @@ class DeviceArena:
             raise ConfigError(
                 "block_bytes", f"must be a positive multiple of {SLICE_ALIGNMENT}, got {block_bytes}"
             )
-        num_blocks = expect_integer("device_blocks", num_blocks, 1, _MOST_SLOTS - 1)
+        num_blocks = expect_integer("device_blocks", num_blocks, 1, MOST_BLOCKS)
         device = expect_text("device", device)
         self._slab: torch.Tensor | None = _slab(block_bytes, num_blocks, device)
         self.base = self._slab.data_ptr()

@@ -40,7 +40,7 @@ __all__ = [
 LONGEST_DEADLINE: Final = 3600.0
 """Seconds: the most that a tier's own deadline may be."""
 
-_NEEDED_CALLS: Final = ("put", "get", "contains", "put_note", "get_note", "close")
+_NEEDED_CALLS: Final = ("put", "get", "contains", "check_block", "put_note", "get_note", "close")
 """What a host store and an engine call of a tier."""
 
 
@@ -206,6 +206,10 @@ class ColdTier(Protocol):
         """Remove a named record; returns whether it was there."""
         ...
 
+    def check_block(self, nbytes: int) -> None:
+        """Raise `ConfigError` where no record of a block of `nbytes` bytes can ever be kept."""
+        ...
+
     def used_bytes(self) -> int | None:
         """Bytes kept by this tier, or None where it cannot say without waiting."""
         ...
@@ -319,6 +323,10 @@ class RecordTier(ABC):
             status, value = self._get_note(space, note, until)
         self.stats.count(np.array([status], np.uint8))
         return status, bytes(value) if status == ColdStatus.OK else b""
+
+    @abstractmethod
+    def check_block(self, nbytes: int) -> None:
+        """See `ColdTier.check_block`."""
 
     def delete_note(self, name: bytes, deadline: float | None = None) -> bool:
         """See `ColdTier.delete_note`."""

@@ -34,18 +34,19 @@ from .errors import ConfigError, IntegrityError
 from .record import HEADER_BYTES, NOTE_SPACE, Part, RecordCodec, Verdict
 from .settings import MOST_BYTES, expect_flag, expect_integer, expect_path
 
-__all__ = ["DEFAULT_DEADLINE", "DiskColdTier"]
+__all__ = ["DEFAULT_DEADLINE", "LOCK_NAME", "DiskColdTier"]
 
 DEFAULT_DEADLINE: Final = 5.0
 """Seconds."""
+LOCK_NAME: Final = "kvpager-cold.lock"
+"""The file in a tier's folder that its opener has locked (flock)."""
 
 _SETTING: Final = "cold.path"
 _MARKER: Final = "kvpager-cold"
-_LOCK: Final = "kvpager-cold.lock"
 _FORMAT: Final = "kvpager cold tier on disk, format 1\n"
 _RECORD_NAME: Final = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{12}")
 _UNFINISHED_SUFFIX: Final = ".unfinished"
-_OWN_BEFORE_MARKER: Final = frozenset({_LOCK, _MARKER + _UNFINISHED_SUFFIX, "lost+found"})
+_OWN_BEFORE_MARKER: Final = frozenset({LOCK_NAME, _MARKER + _UNFINISHED_SUFFIX, "lost+found"})
 """What may be in a folder that is to become a tier's: what an opener that was killed left, and what the root
 of a file system has."""
 _UNFINISHED_NAME: Final = re.compile(r"[0-9]+\.unfinished")
@@ -156,7 +157,7 @@ class DiskColdTier(RecordTier):
                 f"{self._root} is not empty and no cold tier's: it holds {min(foreign)!r}; "
                 "give a folder of its own",
             )
-        self._lock_file = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock_file = os.open(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -327,6 +328,19 @@ class DiskColdTier(RecordTier):
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+    def check_block(self, nbytes: int) -> None:
+        """See `ColdTier.check_block`."""
+        size = HEADER_BYTES + nbytes
+        if size > _FILE_LIMIT:
+            raise ConfigError(
+                "block_size", f"a block of {nbytes} bytes is more than a disk tier keeps in a file"
+            )
+        if _room(size) > self._capacity:
+            raise ConfigError(
+                "cold.capacity_bytes",
+                f"{self._capacity} bytes do not hold a block of {nbytes} bytes: give at least {_room(size)}",
+            )
 
     def _put(self, space: bytes, prefix_hash: bytes, payload: memoryview, *, replace: bool) -> ColdStatus:
         name = self._name(space, prefix_hash)

@@ -26,7 +26,8 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from .cold import LONGEST_DEADLINE, ColdPurge, ColdStatus, RecordTier, StatusArray
 from .errors import ClosedError, ColdTierUnavailableError, ConfigError
 from .record import DEFAULT_VALUE_BYTES, HEADER_BYTES, NOTE_SPACE, Part, RecordCodec, Verdict
-from .redis_fleet import CLUSTER_SLOTS, URL_SETTING, Address, Fleet, Redirect, Server
+from .redis_fleet import CLUSTER_SLOTS, Fleet, Redirect, Server
+from .redis_url import URL_SETTING, Address
 from .redis_wire import CONNECT_ERRORS, Reply, ReplyError, Wire, describe, pack
 from .settings import expect_integer, expect_seconds
 
@@ -219,8 +220,8 @@ class RedisColdTier(RecordTier):
     Args:
         url: ``redis://[[user]:password@]host[:port][/db]``, ``rediss://`` for TLS, ``unix:///path`` for a
             Unix socket, ``redis+cluster://`` or ``rediss+cluster://`` with any one node of a Cluster. A query
-            may say what redis-py knows as ``ssl_...`` (``?ssl_ca_certs=/path``), ``db``, ``username``,
-            ``password``, ``client_name`` and ``socket_keepalive``.
+            may say what redis-py knows as ``ssl_...`` (``?ssl_ca_certs=/path``; not OCSP), ``db``,
+            ``username``, ``password``, ``client_name`` and ``socket_keepalive``.
         secret: seal payloads (`RecordCodec`); every host that is to read them needs the same.
         ttl: seconds until a record that is not written again expires; None keeps it until the server evicts
             it. Set `maxmemory-policy` on the server so that it does.
@@ -261,6 +262,9 @@ class RedisColdTier(RecordTier):
         except BaseException:
             self.close()
             raise
+
+    def check_block(self, nbytes: int) -> None:
+        """See `ColdTier.check_block`: large blocks are several values, and room is the server's to say."""
 
     def _greet(self) -> None:
         """Connect once, to tell settings that can never work from a server that is down."""

@@ -22,6 +22,7 @@ __all__ = [
     "device_ordinal",
     "driver_answers",
     "driver_devices",
+    "find_device",
     "let_reach",
     "use_primary_context",
     "why_no_driver",
@@ -129,6 +130,20 @@ def device_ordinal(device: str) -> int:
         raise ConfigError("device", f"must be cuda or cuda:N, got {name!r}")
     number = name.partition(":")[2]
     return int(number or 0)
+
+
+def find_device(device: str) -> int:
+    """The N of ``cuda:N``, if there is such a GPU and it can be used.
+
+    Raises:
+        ConfigError: ``device`` is no ``cuda:N``, no driver answers, cuda-python is not installed, or the
+            machine has fewer GPUs.
+    """
+    ordinal = device_ordinal(device)
+    count = check(cuda_driver().cuDeviceGetCount(), "counting the CUDA devices")
+    if ordinal >= count:
+        raise ConfigError("device", f"there is no cuda:{ordinal}: this machine has {count} CUDA devices")
+    return ordinal
 
 
 def use_primary_context(driver: Any, ordinal: int) -> Any:

@@ -139,8 +139,12 @@ class KVLayout:
         return self.planes * self.num_layers * self.num_kv_heads * self.row_bytes
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that hold ``num_tokens`` tokens, 0 or more.
+
+        Raises:
+            ConfigError: it is no such number.
+        """
+        return -(-expect_integer("num_tokens", num_tokens, 0) // self.block_size)
 
     @cached_property
     def fingerprint(self) -> bytes:

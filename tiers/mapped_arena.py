@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .driver import check, cuda_driver, device_ordinal
+from .driver import find_device
 from .errors import ConfigError, KVPagerError
 from .memory import format_bytes
 from .page_locker import MEMLOCK_ADVICE, PageLocker
@@ -55,13 +55,12 @@ class MappedArena:
         device: ``cuda`` or ``cuda:N``.
 
     Raises:
-        ConfigError: no CUDA driver answers, cuda-python is not installed, or ``device`` is no GPU.
-        KVPagerError: there is no such GPU.
+        ConfigError: no CUDA driver answers, cuda-python is not installed, or ``device`` is no GPU of this
+            machine.
     """
 
     def __init__(self, memory: memoryview, base: int, extent_bytes: int, device: str) -> None:
-        ordinal = device_ordinal(device)
-        check(cuda_driver().cuDeviceGet(ordinal), f"opening CUDA device {ordinal}")
+        ordinal = find_device(device)
         self.device = f"cuda:{ordinal}"
         """The GPU."""
         self.device_delta = 0

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arena import AddressArray
-from .driver import check, cuda_driver, device_ordinal
+from .driver import check, cuda_driver, device_ordinal, find_device
 from .errors import ClosedError, ConfigError, KernelError, KVPagerError
 from .settings import expect_integer, expect_seconds, shown
 
@@ -450,7 +450,8 @@ class CudaMover:
         copy_kernel: used for runs below 1 MiB between memory that the GPU reaches; None: DMA for all.
 
     Raises:
-        ConfigError: ``device`` is no CUDA device, no driver answers, or cuda-python is not installed.
+        ConfigError: ``device`` is no CUDA device of this machine, no driver answers, or cuda-python is not
+            installed.
         KVPagerError: the device cannot be had.
 
     Sources: CUDA driver API manual, cuMemcpyBatchAsync (it refuses the legacy default stream) and
@@ -458,11 +459,12 @@ class CudaMover:
     """
 
     def __init__(self, device: str = "cuda:0", copy_kernel: CopyKernel | None = None) -> None:
-        self._ordinal = device_ordinal(device)
+        device_ordinal(device)  # a name that is none is told of first, then what else is wrong
         if copy_kernel is not None and not callable(copy_kernel):
             raise ConfigError(
                 "copy_kernel", f"must be a function that copies blocks, got {shown(copy_kernel)}"
             )
+        self._ordinal = find_device(device)
         driver = self._driver = cuda_driver()
         self._handle = check(driver.cuDeviceGet(self._ordinal), f"opening {device}")
         self._context = check(

@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .driver import device_ordinal, driver_answers
+from .driver import device_ordinal, find_device
 from .errors import (
     ClosedError,
     ConfigError,
@@ -99,7 +99,8 @@ class PinnedArena:
         page_lock: False leaves the extents unregistered even where there is a device.
 
     Raises:
-        ConfigError: a value is out of range, or the file has another size or another owner.
+        ConfigError: a value is out of range, the file has another size or another owner, or extents are to be
+            page-locked for a device that is not there.
         MemoryUnavailableError: there is less memory than that, as far as it can be known beforehand; the
             message names ``host_bytes`` and what there is.
     """
@@ -119,8 +120,11 @@ class PinnedArena:
         """Bytes that the arena grows to, and bytes of an extent."""
         self.num_extents = self.capacity_bytes // self.extent_bytes
         """Extents that the arena grows to."""
-        ordinal = None if device is None or expect_text("device", device) == "cpu" else device_ordinal(device)
         page_lock = expect_flag("page_lock", page_lock)
+        ordinal = None
+        if device is not None and expect_text("device", device) != "cpu":
+            # Who names a GPU wants it: without one, blocks would go by copies for ever.
+            ordinal = find_device(device) if page_lock else device_ordinal(device)
         if not isinstance(taken, Sequence):
             raise ConfigError("taken", f"must be a list of extents, got {shown(taken)}")
         self._inherited = frozenset(expect_integer("taken", one, 0, self.num_extents - 1) for one in taken)
@@ -467,10 +471,7 @@ class PinnedArena:
 
 
 def _open_locker(ordinal: int) -> PageLocker | None:
-    """None, with the reason logged, where no driver answers or the device cannot be had."""
-    if not driver_answers():
-        _log.warning("host memory is not page-locked: no CUDA driver answers")
-        return None
+    """None, with the reason logged, where the device's context cannot be had."""
     try:
         return PageLocker(ordinal)
     except KVPagerError as error:

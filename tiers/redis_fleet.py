@@ -16,25 +16,18 @@ import threading
 import time
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Any, Final
-from urllib.parse import parse_qs, unquote, urlsplit
+from typing import Final
 
-from redis.connection import Connection, parse_url
 from redis.crc import key_slot
 
-from .errors import ClosedError, ColdTierUnavailableError, ConfigError, IntegrityError
+from .errors import ClosedError, ColdTierUnavailableError, IntegrityError
+from .redis_url import Address
 from .redis_wire import CONNECT_ERRORS, Reply, ReplyError, Wire, describe
-from .settings import expect_text
 
-__all__ = ["URL_SETTING", "Address", "Fleet", "Redirect", "Server"]
+__all__ = ["CLUSTER_SLOTS", "Fleet", "Redirect", "Server"]
 
 _log = logging.getLogger(__name__)
 
-URL_SETTING: Final = "cold.url"
-_CLUSTER_SCHEMES: Final = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
-_URL_OPTIONS: Final = frozenset({"db", "username", "password", "client_name", "socket_keepalive"})
-"""What a URL's query may say beside ``ssl_...``: other arguments of redis-py are objects, or set here."""
-_LAST_DATABASE: Final = (1 << 31) - 1
 _STALL_SECONDS: Final = 0.1
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 2.0
@@ -356,84 +349,3 @@ class Fleet:
             servers = list(self._servers.values())
         for server in servers:
             server.close()
-
-
-@dataclass(frozen=True)
-class Address:
-    """A parsed URL: how to make connections. Never shown whole, since it holds a password."""
-
-    options: dict[str, Any]
-    cluster: bool
-
-    @property
-    def host(self) -> str:
-        return str(self.options.get("host", "localhost"))
-
-    @property
-    def port(self) -> int:
-        return int(self.options.get("port", 6379))
-
-    @property
-    def label(self) -> str:
-        """The server's place, without credentials."""
-        path = self.options.get("path")
-        return f"unix:{path}" if path is not None else f"{self.host}:{self.port}"
-
-    def at(self, host: str, port: int) -> Address:
-        """The same for another server of the Cluster."""
-        if (host, port) == (self.host, self.port):
-            return self
-        return Address({**self.options, "host": host, "port": port}, self.cluster)
-
-    def wire(self) -> Wire:
-        """An unconnected connection."""
-        options = dict(self.options)
-        return Wire(options.pop("connection_class", Connection), options)
-
-    @staticmethod
-    def parse(url: str) -> Address:
-        """Read a URL.
-
-        Raises:
-            ConfigError: it is not one that leads to a Redis.
-        """
-        url = expect_text(URL_SETTING, url)
-        try:
-            parts = urlsplit(url)
-        except ValueError as error:
-            raise ConfigError(URL_SETTING, f"cannot be used: {describe(error)}") from error
-        cluster = parts.scheme in _CLUSTER_SCHEMES
-        scheme = _CLUSTER_SCHEMES.get(parts.scheme, parts.scheme)
-        if scheme not in ("redis", "rediss", "unix"):
-            raise ConfigError(
-                URL_SETTING,
-                f"must begin with redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://, "
-                f"got {parts.scheme + '://' if parts.scheme else url[:40]!r}",
-            )
-        try:
-            for name in parse_qs(parts.query, keep_blank_values=True):
-                if name not in _URL_OPTIONS and not name.startswith("ssl_"):
-                    raise ConfigError(URL_SETTING, f"{name} cannot be set in the URL")
-            options = dict(parse_url(scheme + url[len(parts.scheme) :]))  # type: ignore[no-untyped-call]
-            if scheme == "unix" and not options.get("path"):
-                raise ConfigError(URL_SETTING, "unix:// needs the path of a socket: unix:///run/redis.sock")
-            # redis-py passes over a path that is no number, and over port 0.
-            path = "" if scheme == "unix" else unquote(parts.path).strip("/")
-            database = str(options.get("db", path))
-            if not all(number.isascii() and number.isdecimal() for number in (path, database) if number):
-                raise ConfigError(
-                    URL_SETTING, f"a database is a number from 0 up, got {path or database!r:.40}"
-                )
-            if options.get("db", 0) > _LAST_DATABASE:
-                raise ConfigError(URL_SETTING, f"the server has no such database: {database:.40}")
-            if scheme != "unix" and parts.port == 0:
-                raise ConfigError(URL_SETTING, "there is no port 0")
-            if cluster and options.get("db", 0) != 0:
-                raise ConfigError(URL_SETTING, "a Cluster has database 0 only")
-            address = Address(options, cluster)
-            address.wire()
-        except ConfigError:
-            raise
-        except (ValueError, TypeError, *CONNECT_ERRORS) as error:
-            raise ConfigError(URL_SETTING, f"cannot be used: {describe(error)}") from error
-        return address
