@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -378,15 +378,16 @@ def test_a_second_engine_answers_from_the_first_ones_kv(serving: ServeProcess, l
     from kvpager.engine.llm import LLM
     from kvpager.tests.engine_cases import GREEDY
 
-    if llama.device != "cpu":
-        pytest.skip("no GPU has a sidecar's memory mapped yet")
     prompt, truth = llama.prompts[5], llama.truth[5]
     cached = []
     for number in range(2):
-        with (
-            kvpager.connect(serving.path, name=f"engine {number}") as client,
-            LLM(llama.loaded, device="cpu", block_size=8, device_blocks=160, host=client) as llm,
-        ):
+        with ExitStack() as engine:
+            client = engine.enter_context(kvpager.connect(serving.path, name=f"engine {number}"))
+            if llama.device != "cpu":
+                client.map_device(llama.device)
+            llm = engine.enter_context(
+                LLM(llama.loaded, device=llama.device, block_size=8, device_blocks=160, host=client)
+            )
             (answer,) = llm.generate([prompt], GREEDY, sessions=["chat"])
             assert answer.token_ids == truth
             cached.append(answer.cached.host)
@@ -399,7 +400,7 @@ def test_a_second_engine_answers_from_the_first_ones_kv(serving: ServeProcess, l
         counts = client.stats()["sidecar"]
         assert (counts["leased"], counts["reserved"]) == (0, 0)
         with pytest.raises(ConfigError, match="host_bytes"):
-            LLM(llama.loaded, device="cpu", host=client, host_bytes=1 << 20)
+            LLM(llama.loaded, device=llama.device, host=client, host_bytes=1 << 20)
 
 
 def test_an_engine_computes_again_what_was_lost_and_answers_the_same(
