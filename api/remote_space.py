@@ -71,7 +71,7 @@ class Shell(Protocol):
         """`ClientCore.abort`, sent."""
         ...
 
-    def commit(self, space: ClientSpace, handles: Handles) -> int:
+    def commit(self, space: ClientSpace, handles: Handles, *, lenient: bool = False) -> int:
         """Commit, and wait for it; returns how many were refused at once."""
         ...
 
@@ -133,16 +133,26 @@ class RemoteSpace(SlotSpace):
     Args:
         shell: the connection.
         space: what its core knows of it.
+        lenient: whether calls do not raise of a strict connection either (`for_steps`).
     """
 
-    def __init__(self, shell: Shell, space: ClientSpace) -> None:
+    def __init__(self, shell: Shell, space: ClientSpace, *, lenient: bool = False) -> None:
         super().__init__(space.layout, space.arena.extent_bytes, space.arena.num_extents)
         self.shard = space.shard
         self.tenant = space.tenant
         self.id = space.id
         self._shell = shell
         self._space = space
-        self._asks = SpaceAsks(shell.core, space, self)
+        self._lenient = lenient
+        self._asks = SpaceAsks(shell.core, space, self, lenient=lenient)
+
+    def for_steps(self) -> RemoteSpace:
+        """The same for an engine's steps, as of a connection that is not strict.
+
+        A request of an engine goes on when nothing can be kept of it (the sidecar does not answer, or a quota
+        has no room), and computes again what is lost.
+        """
+        return RemoteSpace(self._shell, self._space, lenient=True)
 
     @property
     def closed(self) -> bool:
@@ -209,7 +219,7 @@ class RemoteSpace(SlotSpace):
         self._check_open()
         handles = handles_of(slots, generations)
         if len(handles):
-            self._refused("commit", self._shell.commit(self._space, handles))
+            self._refused("commit", self._shell.commit(self._space, handles, lenient=self._lenient))
 
     def abort(self, slots: Ids, generations: Generations) -> None:
         """Reserved slots will not be written. Does not wait, as `release`."""
@@ -297,5 +307,5 @@ class RemoteSpace(SlotSpace):
         self._shell.mover.copy_now(source, target, self.layout.block_bytes)
 
     def _refused(self, what: str, count: int) -> None:
-        if count and self._shell.strict:
+        if count and self._shell.strict and not self._lenient:
             raise StaleHandleError(f"{what} refused for {count} slots: not held any more")

@@ -77,9 +77,13 @@ class SpaceAsks:
         core: whose space it is.
         space: the space.
         owner: whom leases and reservations are given back to.
+        lenient: whether they find and keep nothing, rather than raise, of a strict connection too.
     """
 
-    def __init__(self, core: ClientCore, space: ClientSpace, owner: SlotOwner) -> None:
+    def __init__(
+        self, core: ClientCore, space: ClientSpace, owner: SlotOwner, *, lenient: bool = False
+    ) -> None:
+        self._lenient = lenient
         self._core = core
         self._space = space
         self._owner = owner
@@ -106,6 +110,7 @@ class SpaceAsks:
             self._no_lease,
             seconds,
             self._drop_lease,
+            lenient=self._lenient,
         )
 
     def load(self, hashes: Sequence[bytes], deadline: float) -> Ask[LoadedLease]:
@@ -119,6 +124,7 @@ class SpaceAsks:
             self._no_lease,
             seconds,
             self._drop_lease,
+            lenient=self._lenient,
         )
 
     def lease(self, slots: Ids, generations: Generations) -> Ask[npt.NDArray[np.bool_]]:
@@ -140,6 +146,7 @@ class SpaceAsks:
             convert,
             lambda: np.zeros(len(handles), dtype=np.bool_),
             drop=lambda flags: self._core.release(self._space, handles.where(flags)),
+            lenient=self._lenient,
         )
 
     def reserve(self, hashes: Sequence[bytes], wait: float) -> Ask[Reservation]:
@@ -164,7 +171,15 @@ class SpaceAsks:
             new = reservation.new
             self._core.abort(self._space, Handles(reservation.slots[new], reservation.generations[new]))
 
-        return Ask(self._space, lambda number: Reserve(number, names, wait), convert, instead, wait, drop)
+        return Ask(
+            self._space,
+            lambda number: Reserve(number, names, wait),
+            convert,
+            instead,
+            wait,
+            drop,
+            lenient=self._lenient,
+        )
 
     def pin(self, hashes: Sequence[bytes], ttl: float | None) -> Ask[int]:
         """Keep resident blocks from eviction."""
@@ -215,12 +230,26 @@ class SpaceAsks:
             note = expect(reply, Note)
             return note.value if note.found else None
 
-        return Ask(self._space, lambda number: GetNote(number, name, seconds), convert, lambda: None, seconds)
+        return Ask(
+            self._space,
+            lambda number: GetNote(number, name, seconds),
+            convert,
+            lambda: None,
+            seconds,
+            lenient=self._lenient,
+        )
 
     # Inside: what follows is called with the shell's lock held.
 
     def _counted(self, message: Callable[[int], Message], seconds: float = 0.0) -> Ask[int]:
-        return Ask(self._space, message, lambda reply: expect(reply, Count).count, lambda: 0, seconds)
+        return Ask(
+            self._space,
+            message,
+            lambda reply: expect(reply, Count).count,
+            lambda: 0,
+            seconds,
+            lenient=self._lenient,
+        )
 
     def _leased(self, reply: Message, asked: int) -> LoadedLease:
         got = expect(reply, Leased)

@@ -130,6 +130,10 @@ class HostSpace(SlotSpace):
             return np.ones(len(slots), dtype=np.bool_)
         return self._shared.arena.is_page_locked(slots // self.slots_per_extent)
 
+    def for_steps(self) -> HostSpace:
+        """This space: what is in this process answers. Steps call `reserve_named`, which a quota denies."""
+        return self
+
     # Finding blocks
 
     def match(

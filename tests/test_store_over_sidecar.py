@@ -23,7 +23,7 @@ from kvpager.kvstore.store import TieredStore
 from kvpager.tests.raw_client import RawClient, await_true
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tests.test_store import LAYOUT, PROMPT, ROOT, Engine, HeldMover, array
-from kvpager.tiers.errors import ConfigError
+from kvpager.tiers.errors import ConfigError, QuotaError, StaleHandleError
 from kvpager.tiers.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ with attached(path) as one:
 class AttachedEngine(Engine):
     """An `Engine` of `test_store` whose host memory is a sidecar's."""
 
-    def __init__(self, path: str | Path, device_blocks: int, rows: int, group: bytes | None = None) -> None:
+    def __init__(self, path: str | Path, device_blocks: int, rows: int, **settings: Any) -> None:
         self.mover = HeldMover()
         self.host = None
-        self.client = kvpager.connect(path, timeout=TIMEOUT, group=group)
+        self.client = kvpager.connect(path, timeout=TIMEOUT, **settings)
         self.store = TieredStore(
             LAYOUT, device_blocks, root=ROOT, host=self.client, max_sequences=rows, mover=self.mover
         )
@@ -66,10 +66,14 @@ class AttachedEngine(Engine):
 
 @contextmanager
 def attached(
-    path: str | Path, device_blocks: int = 16, rows: int = 8, group: bytes | None = None
+    path: str | Path, device_blocks: int = 16, rows: int = 8, **settings: Any
 ) -> Iterator[AttachedEngine]:
-    """An engine on a sidecar; its books balance at the end, and it leaves nothing held."""
-    one = AttachedEngine(path, device_blocks, rows, group)
+    """An engine on a sidecar; its books balance at the end, and it leaves nothing held.
+
+    Args:
+        settings: of its connection.
+    """
+    one = AttachedEngine(path, device_blocks, rows, **settings)
     try:
         yield one
         one.check()
@@ -227,11 +231,12 @@ def test_a_killed_sidecars_successor_has_what_sleeps_and_is_read(serving: ServeP
         check_nothing_is_held(one)
 
 
+@pytest.mark.parametrize("strict", [False, True])
 def test_a_dead_sidecar_costs_hits_and_a_fresh_one_is_used_when_nothing_of_the_old_is_read(
-    serving: ServeProcess,
+    serving: ServeProcess, strict: bool
 ) -> None:
     other = np.arange(200, 214, dtype=np.int32)
-    with attached(serving.path) as one:
+    with attached(serving.path, strict=strict) as one:
         asleep = one.store.sleep(one.run(PROMPT).row)
         one.store.evict(16)
         reading = one.store.wake(asleep).row
@@ -297,9 +302,10 @@ def lose_leases(
     assert client.lost
 
 
-def test_rows_whose_leases_were_lost_are_told_and_computed_again(serving: ServeProcess) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_rows_whose_leases_were_lost_are_told_and_computed_again(serving: ServeProcess, strict: bool) -> None:
     other = np.arange(200, 214, dtype=np.int32)
-    with attached(serving.path, group=GROUP) as one:
+    with attached(serving.path, group=GROUP, strict=strict) as one:
         rows = []
         for prompt in (PROMPT, other):
             asleep = one.store.sleep(one.run(prompt).row)
@@ -347,8 +353,9 @@ def test_memory_that_went_with_its_sidecar_is_read_on_and_loses_no_row(serving: 
         one.store.close_row(row)
 
 
-def test_a_stalled_sidecar_holds_up_one_step_and_not_the_next(serving: ServeProcess) -> None:
-    with attached(serving.path) as one:
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_stalled_sidecar_holds_up_one_step_and_not_the_next(serving: ServeProcess, strict: bool) -> None:
+    with attached(serving.path, strict=strict) as one:
         asleep = one.store.sleep(one.run(PROMPT).row)
         one.store.evict(16)
         reading = one.store.wake(asleep).row
@@ -367,6 +374,60 @@ def test_a_stalled_sidecar_holds_up_one_step_and_not_the_next(serving: ServeProc
         one.store.evict(16)
         one.store.poll()
         assert one.store.open(np.append(PROMPT, array(1))).length == 12
+
+
+def test_an_engine_on_a_strict_connection_goes_on_where_its_tenants_quota_has_no_room(tmp_path: Path) -> None:
+    quota = 2 * LAYOUT.block_bytes
+    with (
+        ServeProcess(tmp_path / "socket", f"--quota=anna={quota}") as serving,
+        attached(serving.path, device_blocks=8, strict=True, tenant="anna") as one,
+    ):
+        row = one.run(PROMPT).row
+        # All that the tenant may have is read by somebody.
+        with kvpager.connect(serving.path, tenant="anna") as other:
+            space = other.space(LAYOUT)
+            assert space.put([bytes(16), bytes(15) + b"1"], np.zeros((2, LAYOUT.block_bytes), np.uint8)) == 2
+            with space.match([bytes(16), bytes(15) + b"1"]) as lease:
+                assert len(lease) == 2
+                one.store.flush()
+                one.store.poll()
+                asleep = one.store.sleep(row)
+                assert one.store.evict(8) == 4
+                assert one.client.counters.over_quota > 0
+                with pytest.raises(QuotaError):
+                    one.client.space(LAYOUT).reserve([bytes(15) + b"2"])
+                # Nothing of it could be kept: it is computed again, as far as it is wanted.
+                opened = one.store.wake(asleep)
+                assert opened.length == 0
+                one.compute(opened.row, PROMPT)
+                assert one.read(opened.row) == PROMPT.tolist()
+
+        def kept() -> bool:
+            one.store.flush()
+            return one.store.stats.written_back == 2
+
+        await_true(kept)
+        one.store.close_row(opened.row)
+        check_nothing_is_held(one)
+
+
+def test_an_engine_on_a_strict_connection_lets_go_of_what_is_lost(serving: ServeProcess) -> None:
+    with attached(serving.path, group=GROUP, strict=True) as one:
+        one.store.close_row(one.run(PROMPT).row)
+        one.store.evict(16)
+        reading = one.store.open(np.append(PROMPT, array(1))).row
+        words = one.store.table.row(reading)
+        assert one.store._far is not None
+        slots = one.store._far.slots_at(words)
+        lose_leases(serving, one.client, slots, one.store._far.generations(slots))
+        assert one.client.counters.lost == len(slots)
+        # Whoever gives back what is not held any more gives back the rest all the same.
+        one.store.close_row(reading)
+        one.store.poll()
+        assert one.client.counters.refused >= len(slots)
+        with pytest.raises(StaleHandleError):
+            one.client.space(LAYOUT).release(slots, np.ones(len(slots), np.int64))
+        check_nothing_is_held(one)
 
 
 def test_a_gpus_store_does_not_take_memory_that_is_not_mapped_for_it(serving: ServeProcess) -> None:
