@@ -22,9 +22,11 @@ from ..kvstore.host import HostStore
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
 from ..kvstore.tenants import check_tenant
+from ..tiers.cold import ColdStatus
 from ..tiers.errors import (
     AccessDeniedError,
     CapacityError,
+    ColdTierUnavailableError,
     ConfigError,
     KVPagerError,
     LayoutError,
@@ -556,10 +558,13 @@ class Answers:
     def _get_note(self, asked: GetNote) -> Message | Job:
         space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
 
-        def finish(value: bytes | None) -> Message:
-            return Note(value is not None, value or b"")
+        def finish(read: tuple[ColdStatus, bytes]) -> Message:
+            status, value = read
+            if status in (ColdStatus.LATE, ColdStatus.UNAVAILABLE):
+                raise ColdTierUnavailableError("the cold tier did not say whether it has the record")
+            return Note(status == ColdStatus.OK, value)
 
-        return Job(True, lambda: space.get_note(asked.name, wait), finish)
+        return Job(True, lambda: space.read_note(asked.name, wait), finish)
 
     def _get_stats(self, asked: GetStats) -> Message:
         values: dict[str, Any] = {

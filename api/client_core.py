@@ -23,6 +23,7 @@ from ..kvstore.hashing import space_id
 from ..kvstore.stats import Counters
 from ..tiers.errors import (
     AccessDeniedError,
+    ColdTierUnavailableError,
     ConfigError,
     KVPagerError,
     LayoutError,
@@ -335,6 +336,8 @@ class ClientCore:
         error = call.error
         if error is None:
             raise TypeError("the call has a result")
+        if isinstance(error, ColdTierUnavailableError) and not call.ask.required:
+            return call.ask.instead()  # the sidecar did answer, and a miss is no error
         strict = strict and not call.ask.lenient
         if strict or call.ask.required or isinstance(error, _CALLERS_FAULT):
             raise error

@@ -273,10 +273,11 @@ class RemoteSpace(SlotSpace):
 
         Raises:
             RecordError: its record is of another version.
+            ColdTierUnavailableError: the cold tier does not say whether it has one; nothing was purged.
             ServiceUnavailableError: the sidecar does not answer.
         """
         key = session_key(expect_bytes("root", root, HASH_BYTES), expect_text("name", name))
-        found = self.get_note(key, deadline)
+        found = self._shell.ask(self._asks.get_note(key, deadline, required=True))
         return self.purge(session_blocks(found, self.layout), note=key, deadline=deadline)
 
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:

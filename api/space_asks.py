@@ -222,8 +222,12 @@ class SpaceAsks:
         seconds = expect_seconds("deadline", deadline)
         return self._counted(lambda number: PutNote(number, name, value, seconds), seconds)
 
-    def get_note(self, name: bytes, deadline: float) -> Ask[bytes | None]:
-        """A small record from the cold tier."""
+    def get_note(self, name: bytes, deadline: float, *, required: bool = False) -> Ask[bytes | None]:
+        """A small record from the cold tier.
+
+        Args:
+            required: whether it is an error that it cannot be known whether there is one.
+        """
         name, seconds = expect_bytes("name", name), expect_seconds("deadline", deadline)
 
         def convert(reply: Message) -> bytes | None:
@@ -236,6 +240,7 @@ class SpaceAsks:
             convert,
             lambda: None,
             seconds,
+            required=required,
             lenient=self._lenient,
         )
 
