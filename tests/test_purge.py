@@ -329,7 +329,8 @@ def test_a_note_that_is_put_anew_before_the_old_one_is_gone_is_kept(tmp_path: Pa
     cold = TroubledDisk(tmp_path / "cold")
     with host_on(cold) as store:
         space = store.space(LAYOUT, tenant="anna")
-        for hashes in ([], None):
+        chosen: list[list[bytes] | None] = [[], None]
+        for hashes in chosen:
             assert space.put_note(b"one", b"old")
             cold.fault = ColdStatus.UNAVAILABLE
             assert space.purge(hashes, notes=[b"one"]).cold_left is ColdStatus.UNAVAILABLE
