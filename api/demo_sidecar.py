@@ -99,6 +99,8 @@ def _sidecar(interruptions: Interruptions, settings: Settings, socket: str | Non
 def _start(place: str, cold: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-P", "-m", "kvpager", "serve", "--socket", place, "--arena", "memory"]
     command += ["--host-bytes", str(min(_HOST_BYTES, usual_bytes(None)))]
+    # Nobody stops it where this process is killed.
+    command += ["--with-process", str(os.getpid())]
     if "://" not in cold:
         cold = f"disk://{os.path.abspath(cold)}"
     command += ["--cold", cold]
