@@ -60,6 +60,7 @@ from .messages import (
     Load,
     Marks,
     Match,
+    MayHaveRoom,
     Message,
     Note,
     OpenSpace,
@@ -214,6 +215,7 @@ class Answers:
             Unpin: self._unpin,
             Hint: self._hint,
             Evict: self._evict,
+            MayHaveRoom: self._may_have_room,
             PutNote: self._put_note,
             GetNote: self._get_note,
             Put: self._put,
@@ -447,6 +449,9 @@ class Answers:
     def _unpin(self, asked: Unpin) -> Message | Job:
         space = self._space(asked.space)
         return _counted(len(asked.hashes), lambda: space.unpin(asked.hashes))
+
+    def _may_have_room(self, asked: MayHaveRoom) -> Message:
+        return Count(int(self._space(asked.space).room_may_come(asked.held)))
 
     def _evict(self, asked: Evict) -> Message | Job:
         space = self._space(asked.space)

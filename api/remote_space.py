@@ -19,7 +19,7 @@ from ..tiers.mover import HostMover
 from ..tiers.settings import expect_byte_strings, expect_bytes, expect_seconds, expect_text
 from .client_calls import Ask
 from .client_core import ClientCore
-from .client_space import ClientSpace, device_delta, readable_in_place
+from .client_space import ClientSpace, device_delta, is_being_mapped, readable_in_place
 from .holdings import Handles
 from .messages import Purged
 from .space_asks import LoadedLease, SpaceAsks, handles_of, session_blocks
@@ -242,9 +242,14 @@ class RemoteSpace(SlotSpace):
         return self._shell.ask(self._asks.evict(count))
 
     def room_may_come(self, held: int) -> bool:
-        """True: what others hold of the sidecar's memory, and for how long, is not known here."""
-        self._check_open()
-        return True
+        """Whether waiting for slots may help: others have some, or there will be more that a GPU may read.
+
+        True where the sidecar does not answer: the next one may have some.
+
+        Args:
+            held: how many different slots the caller has leased itself.
+        """
+        return bool(self._shell.ask(self._asks.room_may_come(held))) or is_being_mapped(self._space)
 
     def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
         """Bring blocks up from the cold tier and lease the leading ones that are resident then."""

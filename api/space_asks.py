@@ -37,6 +37,7 @@ from .messages import (
     Load,
     Marks,
     Match,
+    MayHaveRoom,
     Message,
     Note,
     Pin,
@@ -202,6 +203,17 @@ class SpaceAsks:
         """Let go of blocks, coldest first."""
         count = expect_integer("count", count, 0)
         return self._counted(lambda number: Evict(number, count))
+
+    def room_may_come(self, held: int) -> Ask[int]:
+        """Whether waiting for slots may help; 1, too, where that is not known."""
+        held = expect_integer("held", held, 0)
+        return Ask(
+            self._space,
+            lambda number: MayHaveRoom(number, held),
+            lambda reply: expect(reply, Count).count,
+            lambda: 1,
+            lenient=self._lenient,
+        )
 
     def purge(self, hashes: Sequence[bytes], note: bytes, deadline: float) -> Ask[Purged]:
         """Have blocks and a note be gone."""

@@ -177,6 +177,31 @@ def test_a_running_sequence_reads_its_oldest_blocks_in_the_sidecar(serving: Serv
         check_nothing_is_held(one)
 
 
+def test_a_sequence_that_fills_its_device_waits_only_for_room_that_may_come(tmp_path: Path) -> None:
+    with (
+        ServeProcess(tmp_path / "socket", host_bytes=1 << 16) as serving,
+        attached(serving.path, device_blocks=4) as one,
+        kvpager.connect(serving.path) as other,
+    ):
+        space = other.space(LAYOUT)
+        await_true(lambda: other.stats()["arena"]["ready_bytes"] == 1 << 16)
+        row = one.run(PROMPT).row
+        assert one.store.spill(row, 4) == 3
+        assert one.store.promote(row, 1) == 1
+        # All but what it reads itself.
+        hashes = [bytes(14) + at.to_bytes(2, "big") for at in range(space.capacity - 3)]
+        with space.reserve(hashes) as reservation:
+            assert len(reservation.new) == len(hashes)
+            assert one.store.may_spill(row)
+            reservation.commit()
+        assert space.pin(hashes) == len(hashes)
+        await_true(lambda: not one.store.may_spill(row))
+        assert space.unpin(hashes[:1]) == 1
+        assert one.store.may_spill(row)
+        one.store.close_row(row)
+        check_nothing_is_held(one)
+
+
 def test_blocks_come_up_from_the_sidecars_cold_tier(serving: ServeProcess) -> None:
     with attached(serving.path) as one:
         one.store.close_row(one.run(PROMPT).row)
