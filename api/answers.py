@@ -22,9 +22,11 @@ from ..kvstore.host import HostStore
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
 from ..kvstore.tenants import check_tenant
+from ..tiers.cold import ColdStatus
 from ..tiers.errors import (
     AccessDeniedError,
     CapacityError,
+    ColdTierUnavailableError,
     ConfigError,
     KVPagerError,
     LayoutError,
@@ -58,6 +60,7 @@ from .messages import (
     Load,
     Marks,
     Match,
+    MayHaveRoom,
     Message,
     Note,
     OpenSpace,
@@ -212,6 +215,7 @@ class Answers:
             Unpin: self._unpin,
             Hint: self._hint,
             Evict: self._evict,
+            MayHaveRoom: self._may_have_room,
             PutNote: self._put_note,
             GetNote: self._get_note,
             Put: self._put,
@@ -446,6 +450,9 @@ class Answers:
         space = self._space(asked.space)
         return _counted(len(asked.hashes), lambda: space.unpin(asked.hashes))
 
+    def _may_have_room(self, asked: MayHaveRoom) -> Message:
+        return Count(int(self._space(asked.space).room_may_come(asked.held)))
+
     def _evict(self, asked: Evict) -> Message | Job:
         space = self._space(asked.space)
         return _counted(asked.count, lambda: space.evict(min(asked.count, space.capacity)))
@@ -556,10 +563,13 @@ class Answers:
     def _get_note(self, asked: GetNote) -> Message | Job:
         space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
 
-        def finish(value: bytes | None) -> Message:
-            return Note(value is not None, value or b"")
+        def finish(read: tuple[ColdStatus, bytes]) -> Message:
+            status, value = read
+            if status in (ColdStatus.LATE, ColdStatus.UNAVAILABLE):
+                raise ColdTierUnavailableError("the cold tier did not say whether it has the record")
+            return Note(status == ColdStatus.OK, value)
 
-        return Job(True, lambda: space.get_note(asked.name, wait), finish)
+        return Job(True, lambda: space.read_note(asked.name, wait), finish)
 
     def _get_stats(self, asked: GetStats) -> Message:
         values: dict[str, Any] = {

@@ -85,7 +85,8 @@ def connect(
         name: what an operator calls this client; None: by its process.
         group: 16 bytes that the processes of one engine share, see `Connection`; None: a group of its own.
         timeout: seconds that the sidecar may take to answer, beyond what a call itself waits for.
-        strict: raise `ServiceUnavailableError` where the sidecar does not answer, rather than find nothing.
+        strict: raise `ServiceUnavailableError` where the sidecar does not answer, rather than find nothing;
+            not in the steps of an engine, which go on.
         on_lost: is told, in the connection's thread, of leases and reservations that are lost.
         token: what a sidecar that is reached over TCP wants to be told.
         ca: file of the authorities whose certificates are trusted, PEM; None: those of the system.
@@ -520,13 +521,13 @@ class Connection:
             self._write()
         return refused
 
-    def commit(self, space: ClientSpace, handles: Handles) -> int:
+    def commit(self, space: ClientSpace, handles: Handles, *, lenient: bool = False) -> int:
         """Reserved slots are written; returns how many were not reserved."""
         with self._lock:
             self._check_open()
             written, refused = self.core.start_commit(space, handles)
         if len(written):
-            self.ask(self.core.committing(space, written))
+            self.ask(self.core.committing(space, written, lenient=lenient))
         return refused
 
     def start_commit(self, space: ClientSpace, handles: Handles) -> tuple[Handles, int]:

@@ -578,7 +578,7 @@ class AsyncSpace(SlotPlaces):
     async def purge_session(self, name: str, *, root: bytes, deadline: float = 30.0) -> Purged:
         """See `RemoteSpace.purge_session`."""
         key = session_key(expect_bytes("root", root, HASH_BYTES), expect_text("name", name))
-        found = await self.get_note(key, deadline)
+        found = await self._connection.ask(self._asks.get_note(key, deadline, required=True))
         return await self.purge(session_blocks(found, self.layout), note=key, deadline=deadline)
 
     async def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:

@@ -28,6 +28,7 @@ class Ask(Generic[_T]):
         seconds: how long the sidecar may take beyond the usual.
         drop: gives back a result that nobody waits for any more.
         required: whether no reply is an error even of a connection that is not strict.
+        lenient: whether `instead` is the result even of a strict one.
         insists: whether it is sent also to a sidecar that does not answer just now.
         refused: is told of an error that came in place of the reply.
         sends: bytes of blocks that it sends; one operation of a connection at a time makes such requests.
@@ -40,6 +41,7 @@ class Ask(Generic[_T]):
     seconds: float = 0.0
     drop: Callable[[_T], object] | None = None
     required: bool = False
+    lenient: bool = False
     insists: bool = False
     refused: Callable[[KVPagerError], object] | None = None
     sends: int = 0

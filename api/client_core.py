@@ -23,6 +23,7 @@ from ..kvstore.hashing import space_id
 from ..kvstore.stats import Counters
 from ..tiers.errors import (
     AccessDeniedError,
+    ColdTierUnavailableError,
     ConfigError,
     KVPagerError,
     LayoutError,
@@ -329,11 +330,15 @@ class ClientCore:
         """The result of a call that has an error.
 
         Raises:
-            KVPagerError: the error, where it is the caller's fault, or the connection strict.
+            KVPagerError: the error, where it is the caller's fault, or the connection strict and the request
+                not lenient.
         """
         error = call.error
         if error is None:
             raise TypeError("the call has a result")
+        if isinstance(error, ColdTierUnavailableError) and not call.ask.required:
+            return call.ask.instead()  # the sidecar did answer, and a miss is no error
+        strict = strict and not call.ask.lenient
         if strict or call.ask.required or isinstance(error, _CALLERS_FAULT):
             raise error
         if isinstance(error, StaleHandleError):
@@ -449,7 +454,7 @@ class ClientCore:
         self.counters.refused += refused
         return handles.where(good), refused
 
-    def committing(self, space: ClientSpace, handles: Handles) -> Ask[None]:
+    def committing(self, space: ClientSpace, handles: Handles, *, lenient: bool = False) -> Ask[None]:
         """The request to commit slots of `start_commit`. Where it is not answered it is made again."""
 
         def end(reply: Message) -> None:
@@ -461,6 +466,7 @@ class ClientCore:
             lambda number: Commit(number, handles.slots, handles.generations),
             end,
             lambda: None,
+            lenient=lenient,
             insists=True,
             refused=lambda _: space.held.end_writing(handles),
         )

@@ -20,7 +20,16 @@ from ..tiers.settings import expect_array
 from .holdings import Handles, Holdings
 from .messages import OpenSpace
 
-__all__ = ["AbsentArena", "Arena", "ClientSpace", "Lost", "device_delta", "not_here", "readable_in_place"]
+__all__ = [
+    "AbsentArena",
+    "Arena",
+    "ClientSpace",
+    "Lost",
+    "device_delta",
+    "is_being_mapped",
+    "not_here",
+    "readable_in_place",
+]
 
 _INT32: Final = np.dtype(np.int32)
 
@@ -190,6 +199,12 @@ def device_delta(space: ClientSpace) -> int:
     """Device address less host address of a space's slots, bytes; 0 where no GPU has them."""
     arena = space.arena
     return arena.mapped.device_delta if isinstance(arena, Arena) and arena.mapped is not None else 0
+
+
+def is_being_mapped(space: ClientSpace) -> bool:
+    """Whether more of a space's memory may come to be readable by the GPU that it is mapped for."""
+    arena = space.arena
+    return isinstance(arena, Arena) and arena.mapped is not None and not arena.mapped.wait_mapped(0.0)
 
 
 def readable_in_place(space: ClientSpace, device: str | None, slots: Ids) -> npt.NDArray[np.bool_]:

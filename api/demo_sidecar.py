@@ -101,6 +101,8 @@ def _start(place: str, cold: str) -> subprocess.Popen[str]:
     serving = f"from {__name__} import serve_for; serve_for({os.getpid()})"
     command = [sys.executable, "-P", "-c", serving, "serve", "--socket", place, "--arena", "memory"]
     command += ["--host-bytes", str(min(_HOST_BYTES, usual_bytes(None)))]
+    # Nobody stops it where this process is killed.
+    command += ["--with-process", str(os.getpid())]
     if "://" not in cold:
         cold = f"disk://{os.path.abspath(cold)}"
     command += ["--cold", cold]

@@ -44,8 +44,8 @@ class InlineSpace(RemoteSpace):
 
     Calls are those of `RemoteSpace`. A lease has copies of its blocks, which are fetched as it is made, and a
     reservation has a buffer, which is sent as it is committed. What is about places in the sidecar's memory
-    raises `NotInPlaceError`: `addresses`, `slots_at`, `view`, `readable_in_place`, and `lease` and
-    `commit` of slots.
+    raises `NotInPlaceError`: `addresses`, `slots_at`, `view`, `readable_in_place`, `for_steps`, and
+    `lease` and `commit` of slots.
     """
 
     def __init__(self, shell: InlineShell, space: ClientSpace) -> None:
@@ -103,6 +103,14 @@ class InlineSpace(RemoteSpace):
     def read_blocks(self, lease: Lease, out: npt.NDArray[np.uint8]) -> int:
         """See `SlotPlaces.read_blocks`: of the lease's copies."""
         return read_copies(lease, out)
+
+    def for_steps(self) -> RemoteSpace:
+        """Not over TCP: an engine's steps read blocks in place.
+
+        Raises:
+            NotInPlaceError: always.
+        """
+        raise not_here()
 
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """Not over TCP: `match` gets blocks by their names.

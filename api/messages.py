@@ -47,6 +47,7 @@ __all__ = [
     "Load",
     "Marks",
     "Match",
+    "MayHaveRoom",
     "Message",
     "Note",
     "OpenSpace",
@@ -711,6 +712,18 @@ class CommandDone(Message):
     command: int
     count: int
     problem: str
+
+
+@_message(50)
+@dataclass(frozen=True)
+class MayHaveRoom(Message):
+    """Ask whether waiting for slots may help, where none can be had; answered by a count, 1: it may, or 0.
+
+    `held`: how many different slots of the space who asks has leased itself.
+    """
+
+    space: int
+    held: int
 
 
 def fields_of(message: Message) -> list[Any]:

@@ -19,7 +19,7 @@ from ..tiers.mover import HostMover
 from ..tiers.settings import expect_byte_strings, expect_bytes, expect_seconds, expect_text
 from .client_calls import Ask
 from .client_core import ClientCore
-from .client_space import ClientSpace, device_delta, readable_in_place
+from .client_space import ClientSpace, device_delta, is_being_mapped, readable_in_place
 from .holdings import Handles
 from .messages import Purged
 from .space_asks import LoadedLease, SpaceAsks, handles_of, session_blocks
@@ -71,7 +71,7 @@ class Shell(Protocol):
         """`ClientCore.abort`, sent."""
         ...
 
-    def commit(self, space: ClientSpace, handles: Handles) -> int:
+    def commit(self, space: ClientSpace, handles: Handles, *, lenient: bool = False) -> int:
         """Commit, and wait for it; returns how many were refused at once."""
         ...
 
@@ -133,16 +133,26 @@ class RemoteSpace(SlotSpace):
     Args:
         shell: the connection.
         space: what its core knows of it.
+        lenient: whether calls do not raise of a strict connection either (`for_steps`).
     """
 
-    def __init__(self, shell: Shell, space: ClientSpace) -> None:
+    def __init__(self, shell: Shell, space: ClientSpace, *, lenient: bool = False) -> None:
         super().__init__(space.layout, space.arena.extent_bytes, space.arena.num_extents)
         self.shard = space.shard
         self.tenant = space.tenant
         self.id = space.id
         self._shell = shell
         self._space = space
-        self._asks = SpaceAsks(shell.core, space, self)
+        self._lenient = lenient
+        self._asks = SpaceAsks(shell.core, space, self, lenient=lenient)
+
+    def for_steps(self) -> RemoteSpace:
+        """The same for an engine's steps, as of a connection that is not strict.
+
+        A request of an engine goes on when nothing can be kept of it (the sidecar does not answer, or a quota
+        has no room), and computes again what is lost.
+        """
+        return RemoteSpace(self._shell, self._space, lenient=True)
 
     @property
     def closed(self) -> bool:
@@ -209,7 +219,7 @@ class RemoteSpace(SlotSpace):
         self._check_open()
         handles = handles_of(slots, generations)
         if len(handles):
-            self._refused("commit", self._shell.commit(self._space, handles))
+            self._refused("commit", self._shell.commit(self._space, handles, lenient=self._lenient))
 
     def abort(self, slots: Ids, generations: Generations) -> None:
         """Reserved slots will not be written. Does not wait, as `release`."""
@@ -232,9 +242,14 @@ class RemoteSpace(SlotSpace):
         return self._shell.ask(self._asks.evict(count))
 
     def room_may_come(self, held: int) -> bool:
-        """True: what others hold of the sidecar's memory, and for how long, is not known here."""
-        self._check_open()
-        return True
+        """Whether waiting for slots may help: others have some, or there will be more that a GPU may read.
+
+        True where the sidecar does not answer: the next one may have some.
+
+        Args:
+            held: how many different slots the caller has leased itself.
+        """
+        return bool(self._shell.ask(self._asks.room_may_come(held))) or is_being_mapped(self._space)
 
     def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
         """Bring blocks up from the cold tier and lease the leading ones that are resident then."""
@@ -263,10 +278,11 @@ class RemoteSpace(SlotSpace):
 
         Raises:
             RecordError: its record is of another version.
+            ColdTierUnavailableError: the cold tier does not say whether it has one; nothing was purged.
             ServiceUnavailableError: the sidecar does not answer.
         """
         key = session_key(expect_bytes("root", root, HASH_BYTES), expect_text("name", name))
-        found = self.get_note(key, deadline)
+        found = self._shell.ask(self._asks.get_note(key, deadline, required=True))
         return self.purge(session_blocks(found, self.layout), note=key, deadline=deadline)
 
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
@@ -297,5 +313,5 @@ class RemoteSpace(SlotSpace):
         self._shell.mover.copy_now(source, target, self.layout.block_bytes)
 
     def _refused(self, what: str, count: int) -> None:
-        if count and self._shell.strict:
+        if count and self._shell.strict and not self._lenient:
             raise StaleHandleError(f"{what} refused for {count} slots: not held any more")

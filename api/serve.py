@@ -22,7 +22,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +51,8 @@ _ROOM_SHARE: Final = 2
 """Of what is free in the arena's file system, others may want some."""
 _MOST_DRAIN: Final = 86400.0
 _MOST_UID: Final = (1 << 32) - 2
+_MOST_PID: Final = 1 << 22
+"""Linux gives no higher one."""
 TOKEN_VARIABLE: Final = "KVPAGER_TOKEN"
 """The environment variable that holds the token where no file does."""
 _COLD_SECRET: Final = "KVPAGER_COLD_SECRET"
@@ -164,6 +166,12 @@ def add_parser(commands: Any) -> None:
         default=30.0,
         help="for commits and writes to the cold tier when it is stopped (default: %(default)s)",
     )
+    parser.add_argument(
+        "--with-process",
+        metavar="PID",
+        type=int,
+        help="stop when this process is gone, however it ended (default: serve until it is asked to stop)",
+    )
     parser.add_argument("--quiet", action="store_true", help="say nothing unless something is wrong")
     parser.set_defaults(run=_run, settings=_settings)
 
@@ -197,11 +205,16 @@ def _run(options: argparse.Namespace) -> int:
 
     def say(text: str) -> None:
         if not options.quiet:
-            print(f"kvpager serve: {text}", file=sys.stderr, flush=True)
+            with suppress(BrokenPipeError):  # who listened is gone, and what is said is for him
+                print(f"kvpager serve: {text}", file=sys.stderr, flush=True)
 
     with ExitStack() as stack:
         # Asked to end before it can serve or after, it leaves nothing behind either.
         interruptions = stack.enter_context(Interruptions())
+        watched = None
+        if options.with_process is not None:
+            watched = _pidfd_of(options.with_process)
+            stack.callback(os.close, watched)
         cold = None
         if options.cold is not None:
             cold = open_cold_tier(options.cold, capacity_bytes=cold_bytes, secret=secret)
@@ -233,10 +246,21 @@ def _run(options: argparse.Namespace) -> int:
                     arena.remove()
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(host, path, uids, remote, drain, say, leave))
+            runner.run(_serve(host, path, uids, remote, drain, watched, say, leave))
         # Whoever still waits in a thread is woken by the store's end.
     say("stopped")
     return 0
+
+
+def _pidfd_of(process: int) -> int:
+    """A descriptor that is readable when a process is gone; the caller closes it."""
+    expect_integer("--with-process", process, 1, _MOST_PID)
+    try:
+        return os.pidfd_open(process)
+    except OSError as error:
+        raise ConfigError(
+            "--with-process", f"process {process} cannot be watched: {error.strerror}"
+        ) from error
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -333,6 +357,7 @@ async def _serve(
     uids: list[int],
     remote: RemoteAccess | None,
     drain: float,
+    watched: int | None,
     say: Callable[[str], None],
     leave: Callable[[], None],
 ) -> None:
@@ -348,6 +373,13 @@ async def _serve(
         say(f"{number.name}: stopping, in {drain:g} seconds at most; once more ends it at once")
         asked.set()
 
+    def hear_end(descriptor: int) -> None:
+        loop.remove_reader(descriptor)
+        say(f"the process that it served for is gone: stopping, in {drain:g} seconds at most")
+        asked.set()
+
+    if watched is not None:
+        loop.add_reader(watched, hear_end, watched)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
             loop.add_signal_handler(number, partial(hear, number))

@@ -37,6 +37,7 @@ from .messages import (
     Load,
     Marks,
     Match,
+    MayHaveRoom,
     Message,
     Note,
     Pin,
@@ -77,9 +78,13 @@ class SpaceAsks:
         core: whose space it is.
         space: the space.
         owner: whom leases and reservations are given back to.
+        lenient: whether they find and keep nothing, rather than raise, of a strict connection too.
     """
 
-    def __init__(self, core: ClientCore, space: ClientSpace, owner: SlotOwner) -> None:
+    def __init__(
+        self, core: ClientCore, space: ClientSpace, owner: SlotOwner, *, lenient: bool = False
+    ) -> None:
+        self._lenient = lenient
         self._core = core
         self._space = space
         self._owner = owner
@@ -106,6 +111,7 @@ class SpaceAsks:
             self._no_lease,
             seconds,
             self._drop_lease,
+            lenient=self._lenient,
         )
 
     def load(self, hashes: Sequence[bytes], deadline: float) -> Ask[LoadedLease]:
@@ -119,6 +125,7 @@ class SpaceAsks:
             self._no_lease,
             seconds,
             self._drop_lease,
+            lenient=self._lenient,
         )
 
     def lease(self, slots: Ids, generations: Generations) -> Ask[npt.NDArray[np.bool_]]:
@@ -140,6 +147,7 @@ class SpaceAsks:
             convert,
             lambda: np.zeros(len(handles), dtype=np.bool_),
             drop=lambda flags: self._core.release(self._space, handles.where(flags)),
+            lenient=self._lenient,
         )
 
     def reserve(self, hashes: Sequence[bytes], wait: float) -> Ask[Reservation]:
@@ -164,7 +172,15 @@ class SpaceAsks:
             new = reservation.new
             self._core.abort(self._space, Handles(reservation.slots[new], reservation.generations[new]))
 
-        return Ask(self._space, lambda number: Reserve(number, names, wait), convert, instead, wait, drop)
+        return Ask(
+            self._space,
+            lambda number: Reserve(number, names, wait),
+            convert,
+            instead,
+            wait,
+            drop,
+            lenient=self._lenient,
+        )
 
     def pin(self, hashes: Sequence[bytes], ttl: float | None) -> Ask[int]:
         """Keep resident blocks from eviction."""
@@ -188,6 +204,17 @@ class SpaceAsks:
         count = expect_integer("count", count, 0)
         return self._counted(lambda number: Evict(number, count))
 
+    def room_may_come(self, held: int) -> Ask[int]:
+        """Whether waiting for slots may help; 1, too, where that is not known."""
+        held = expect_integer("held", held, 0)
+        return Ask(
+            self._space,
+            lambda number: MayHaveRoom(number, held),
+            lambda reply: expect(reply, Count).count,
+            lambda: 1,
+            lenient=self._lenient,
+        )
+
     def purge(self, hashes: Sequence[bytes], note: bytes, deadline: float) -> Ask[Purged]:
         """Have blocks and a note be gone."""
         names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
@@ -207,20 +234,39 @@ class SpaceAsks:
         seconds = expect_seconds("deadline", deadline)
         return self._counted(lambda number: PutNote(number, name, value, seconds), seconds)
 
-    def get_note(self, name: bytes, deadline: float) -> Ask[bytes | None]:
-        """A small record from the cold tier."""
+    def get_note(self, name: bytes, deadline: float, *, required: bool = False) -> Ask[bytes | None]:
+        """A small record from the cold tier.
+
+        Args:
+            required: whether it is an error that it cannot be known whether there is one.
+        """
         name, seconds = expect_bytes("name", name), expect_seconds("deadline", deadline)
 
         def convert(reply: Message) -> bytes | None:
             note = expect(reply, Note)
             return note.value if note.found else None
 
-        return Ask(self._space, lambda number: GetNote(number, name, seconds), convert, lambda: None, seconds)
+        return Ask(
+            self._space,
+            lambda number: GetNote(number, name, seconds),
+            convert,
+            lambda: None,
+            seconds,
+            required=required,
+            lenient=self._lenient,
+        )
 
     # Inside: what follows is called with the shell's lock held.
 
     def _counted(self, message: Callable[[int], Message], seconds: float = 0.0) -> Ask[int]:
-        return Ask(self._space, message, lambda reply: expect(reply, Count).count, lambda: 0, seconds)
+        return Ask(
+            self._space,
+            message,
+            lambda reply: expect(reply, Count).count,
+            lambda: 0,
+            seconds,
+            lenient=self._lenient,
+        )
 
     def _leased(self, reply: Message, asked: int) -> LoadedLease:
         got = expect(reply, Leased)

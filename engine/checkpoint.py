@@ -41,7 +41,8 @@ _FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES: Final = ("linear", "llama3", "yarn", "dynamic")
 # Text is exactly what the tokens say: to tidy spaces up takes some that the model wrote.
 _TOKENIZER_OPTIONS: Final = {"clean_up_tokenization_spaces": False}
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", _TOKENIZER_CONFIG)
 
 _GGUF_MODULES: Final = {
     "token_embd": "model.embed_tokens",
@@ -307,7 +308,12 @@ class _GGUF:
         if "tokenizer.ggml.tokens" not in self._fields:
             return None
         path = self.paths[0]
-        return transformers.AutoTokenizer.from_pretrained(
+        kind: Any = transformers.AutoTokenizer
+        named = self._field("general.name", "") == "mistral" or (path.parent / _TOKENIZER_CONFIG).exists()
+        if self._architecture == "llama" and not named:
+            # What it comes to, after a reading of the whole file anew that takes seconds.
+            kind = transformers.PreTrainedTokenizerFast
+        return kind.from_pretrained(
             path.parent, gguf_file=path.name, local_files_only=True, **_TOKENIZER_OPTIONS
         )
 

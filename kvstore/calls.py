@@ -73,6 +73,10 @@ class SpaceCalls(SlotOwner, Protocol):
         """What to add to `addresses` on a GPU, bytes; it stays the same once a slot is readable in place."""
         ...
 
+    def for_steps(self) -> SpaceCalls:
+        """The same for an engine's steps: a call finds and keeps nothing where another would raise for it."""
+        ...
+
     def addresses(self, slots: Ids) -> npt.NDArray[np.int64]:
         """Addresses of slots in this process, int64 [n]: the same for as long as any slot is held."""
         ...

@@ -1,8 +1,8 @@
 """Purges: blocks of a space that are to be gone, from host memory and from the cold tier, and shown to be.
 
 What somebody holds in host memory is found by nobody from then on, and goes when he lets go. What the cold
-tier could not be told to remove is not loaded from there, and it is told again; where an arena outlives this
-process that is written down, and the next one goes on with it.
+tier could not be told to remove, blocks or notes, is not read from there, and it is told again; where an
+arena outlives this process that is written down, and the next one goes on with it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _MOST_ROUNDS: Final = 8
 """Of looking again at what came back while the cold tier was being told."""
 _AGAIN_SECONDS: Final = 1.0
 """Between attempts to have the cold tier remove what it did not."""
-_BARRED: Final = struct.Struct("<16s?I")
-"""Of what stands about barred names: their space, whether it is all of it, and how many they are."""
+_BARRED: Final = struct.Struct("<16s?I?I")
+"""Of what stands about barred names: their space; of blocks, then of notes, whether it is all of them, and
+how many are named."""
 _NO_SLOTS: Final = np.empty(0, np.int32), np.empty(0, np.int64)
 
 
@@ -52,6 +53,43 @@ class HeldSlots:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+
+@dataclass
+class Barred:
+    """Records that the cold tier may have and was to remove.
+
+    Attributes:
+        whole: whether it is all that the space has.
+        names: which ones, 16 bytes each.
+    """
+
+    whole: bool = False
+    names: set[bytes] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return self.whole or bool(self.names)
+
+    def has(self, name: bytes) -> bool:
+        """Whether a record is among them."""
+        return self.whole or name in self.names
+
+    def settle(self, names: Sequence[bytes] | None, *, removed: bool) -> bool:
+        """These (None: all) were to be removed, and were or not. Returns whether that changes anything."""
+        before = self.whole, len(self.names)
+        if removed and names is None:
+            self.whole = False
+            self.names.clear()
+        elif removed:
+            self.names.difference_update(names or ())
+        else:
+            self.whole |= names is None
+            self.names.update(names or ())
+        return (self.whole, len(self.names)) != before
+
+    def wanted(self) -> Sequence[bytes] | None:
+        """What to have removed: None: all."""
+        return None if self.whole else list(self.names)
 
 
 @dataclass
@@ -102,16 +140,17 @@ class SpacePurges:
         self._notes = notes
         self._block_bytes = block_bytes
         self._tenant = tenant
-        self._barred: set[bytes] = set()
-        """Names of records that the cold tier may have and was to remove."""
-        self._all_barred = False
+        self._blocks = Barred()
+        self._barred_notes = Barred()
+        self._removing_notes = False
+        """Whether the cold tier is being told to remove notes, once at a time: who puts one waits for it."""
         self._again_at = 0.0
         self._section: Section | None = None
         """Where it is written down what is barred."""
 
     def restore(self, section: Section) -> None:
         """Go on with what another process wrote down as barred; before any other call."""
-        self._all_barred, self._barred = read_barred(section)
+        self._blocks, self._barred_notes = read_barred(section)
         self._section = section
 
     def run(self, hashes: Sequence[bytes] | None, notes: Sequence[bytes], until: float) -> PurgeReport:
@@ -138,26 +177,38 @@ class SpacePurges:
 
     def may_load(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         """The leading ones of these that may be read from the cold tier. With the lock held."""
-        if self._all_barred:
-            return hashes[:0]
-        if not self._barred:
+        if not self._blocks:
             return hashes
-        return hashes[: next((at for at, name in enumerate(hashes) if name in self._barred), None)]
+        return hashes[: next((at for at, name in enumerate(hashes) if self._blocks.has(name)), None)]
+
+    def may_read_note(self, name: bytes) -> bool:
+        """Whether a note may be read from the cold tier. With the lock held."""
+        return not (self._barred_notes and self._barred_notes.has(self._note(name)))
+
+    def may_put_note(self, name: bytes, until: float) -> bool:
+        """Whether a note may be put: what was to be removed under its name is."""
+        with self._shared.lock():
+            if self.may_read_note(name):
+                return True
+            names = None if self._barred_notes.whole else [self._note(name)]
+        self._remove_notes(names, PurgeReport(), until)
+        with self._shared.lock():
+            return self.may_read_note(name)
 
     def written(self, names: Sequence[bytes]) -> None:
         """Blocks of these names were written anew. With the lock held."""
-        if self._barred and not self._barred.isdisjoint(names):
-            self._barred.difference_update(names)
+        if self._blocks.names and self._blocks.settle(names, removed=True):
             self._write_down()
 
     def try_again(self) -> None:
         """Have the cold tier remove what it did not, if there is something and it is time."""
         shared = self._shared
         with shared.lock():
-            hashes = None if self._all_barred else list(self._barred)
-            if (hashes is not None and not hashes) or time.monotonic() < self._again_at:
+            if time.monotonic() < self._again_at:
                 return
-        self._purge_cold(hashes, PurgeReport(), time.monotonic() + shared.cold_deadline)
+            blocks, notes = self._blocks.wanted(), self._barred_notes.wanted()
+        self._purge_cold(blocks, PurgeReport(), time.monotonic() + shared.cold_deadline)
+        self._remove_notes(notes, PurgeReport(), time.monotonic() + shared.cold_deadline)
 
     def remove_copies(self, names: Sequence[bytes]) -> None:
         """These were copied to the cold tier while they were purged."""
@@ -194,25 +245,23 @@ class SpacePurges:
         done = cold.purge(self._space, hashes, self._block_bytes, max(0.0, until - time.monotonic()))
         report.cold_blocks += done.removed
         with shared.lock():
-            before = self._all_barred, len(self._barred)
-            if done.status == ColdStatus.OK:
-                if hashes is None:
-                    self._all_barred = False
-                    self._barred.clear()
-                else:
-                    self._barred.difference_update(hashes)
-            else:
-                report.cold_left = done.status
-                self._all_barred |= hashes is None
-                self._barred.update(hashes or ())
-                self._again_at = time.monotonic() + _AGAIN_SECONDS
-            if (self._all_barred, len(self._barred)) != before:
-                self._write_down()
+            self._settle(self._blocks, hashes, done.status, report)
             if hashes is not None and done.removed:
                 shared.post(EventKind.REMOVED, "cold", self._space, hashes)
             if hashes is None:
                 # Blocks that came meanwhile and were copied below have no copy there any more.
                 self._records.in_cold[:] = False
+
+    def _settle(
+        self, barred: Barred, names: Sequence[bytes] | None, status: ColdStatus, report: PurgeReport
+    ) -> None:
+        """The cold tier was told to remove these (None: all), and answered. With the lock held."""
+        removed = status == ColdStatus.OK
+        if not removed:
+            report.cold_left = status
+            self._again_at = time.monotonic() + _AGAIN_SECONDS
+        if barred.settle(names, removed=removed):
+            self._write_down()
 
     def _write_down(self) -> None:
         """Write down what is barred, before what is no longer so goes. With the lock held.
@@ -224,9 +273,10 @@ class SpacePurges:
         if records is None:
             return
         old, self._section = self._section, None
-        if self._all_barred or self._barred:
-            names = b"".join(self._barred)
-            about = _BARRED.pack(self._space, self._all_barred, len(self._barred))
+        blocks, notes = self._blocks, self._barred_notes
+        if blocks or notes:
+            names = b"".join([*blocks.names, *notes.names])
+            about = _BARRED.pack(self._space, blocks.whole, len(blocks.names), notes.whole, len(notes.names))
             specs = [ArraySpec(np.uint8, max(1, len(names)))]
             self._section = records.add(SectionKind.BARRED, about, specs)
             (array,) = self._section.arrays(specs)
@@ -237,29 +287,48 @@ class SpacePurges:
     def _purge_notes(
         self, hashes: Sequence[bytes] | None, notes: Sequence[bytes], report: PurgeReport, until: float
     ) -> None:
-        cold = self._shared.cold
-        if cold is None:
-            return
-        names = [note_hash(self._space + name) for name in notes]
         all_notes = hashes is None and self._tenant.name != ""
-        if not all_notes and not names:
+        self._remove_notes(None if all_notes else [self._note(name) for name in notes], report, until)
+
+    def _remove_notes(self, names: Sequence[bytes] | None, report: PurgeReport, until: float) -> None:
+        """Have the cold tier remove notes of these names; None: all that are this space's alone."""
+        shared, cold = self._shared, self._shared.cold
+        if cold is None or (names is not None and not names):
             return
-        seconds = max(0.0, until - time.monotonic())
-        done = cold.purge(self._notes, None if all_notes else names, HASH_BYTES, seconds)
-        report.notes += done.removed
-        if done.status != ColdStatus.OK:
-            report.cold_left = done.status
+        with shared.lock():
+            while self._removing_notes and (left := until - time.monotonic()) > 0:
+                shared.changed.wait(left)
+                shared.check_open()
+            if self._removing_notes:
+                self._settle(self._barred_notes, names, ColdStatus.LATE, report)
+                return
+            self._removing_notes = True
+        status = ColdStatus.UNAVAILABLE
+        try:
+            done = cold.purge(self._notes, names, HASH_BYTES, max(0.0, until - time.monotonic()))
+            status = done.status
+            report.notes += done.removed
+        finally:
+            with shared.lock():
+                self._removing_notes = False
+                self._settle(self._barred_notes, names, status, report)
+                shared.changed.notify_all()
+
+    def _note(self, name: bytes) -> bytes:
+        """What a note of the space is called in the cold tier."""
+        return note_hash(self._space + name)
 
 
-def read_barred(section: Section) -> tuple[bool, set[bytes]]:
-    """What stands in a section about barred names: whether they are all of a space, and which they are.
+def read_barred(section: Section) -> tuple[Barred, Barred]:
+    """What stands in a section about barred names: of blocks, and of notes.
 
     Raises:
         IntegrityError: it cannot be read.
     """
     if len(section.about) != _BARRED.size:
         raise IntegrityError("what a cold tier was to remove is described in another way")
-    _, of_all, count = _BARRED.unpack(section.about)
-    (array,) = section.arrays([ArraySpec(np.uint8, max(1, HASH_BYTES * count))])
-    names = array.tobytes()
-    return of_all, {names[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at in range(count)}
+    _, all_blocks, blocks, all_notes, notes = _BARRED.unpack(section.about)
+    (array,) = section.arrays([ArraySpec(np.uint8, max(1, HASH_BYTES * (blocks + notes)))])
+    data = array.tobytes()
+    names = [data[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at in range(blocks + notes)]
+    return Barred(all_blocks, set(names[:blocks])), Barred(all_notes, set(names[blocks:]))

@@ -105,9 +105,9 @@ class SpaceRoom:
     def may_come_from_others(self, held: int) -> bool:
         """Whether waiting may help though all that this space may evict has gone.
 
-        It does while somebody else has slots, which a lease or a write gives back one day, or the arena is
-        growing or being page-locked. Not where all there is are pins, the caller's own leases, and spaces
-        that have no more than their share.
+        It does while somebody else has slots, which a lease or a write gives back one day, or an extent has
+        come to be free, or the arena is growing or being page-locked. Not where all there is are pins, the
+        caller's own leases, and spaces that have no more than their share.
 
         Args:
             held: slots that the caller leases.
@@ -117,7 +117,8 @@ class SpaceRoom:
             return True
         if self.tenant.left(self.block_bytes) == 0:
             return self.tenant.evictable
-        return self._shared.may_reclaim(self) or self._grows(None)
+        shared = self._shared
+        return shared.free_extents > 0 or shared.may_reclaim(self) or self._grows(None)
 
     def _grows(self, extents: int | None) -> bool:
         """Whether the arena comes to have so many extents; None: all, page-locked as far as they will be."""

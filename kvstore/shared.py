@@ -195,6 +195,11 @@ class HostShared:
         """Extents that no space has, whether their memory is there yet or not."""
         return self.arena.num_extents - self._taken
 
+    @property
+    def free_extents(self) -> int:
+        """Extents that no space has and whose memory is there."""
+        return self.arena.ready_extents - self._taken
+
     def take_extent(self) -> int | None:
         """An extent that no space has and whose memory is there, or None."""
         extent = self.arena.take_extent() if self.unassigned else None

@@ -130,6 +130,10 @@ class HostSpace(SlotSpace):
             return np.ones(len(slots), dtype=np.bool_)
         return self._shared.arena.is_page_locked(slots // self.slots_per_extent)
 
+    def for_steps(self) -> HostSpace:
+        """This space: what is in this process answers. Steps call `reserve_named`, which a quota denies."""
+        return self
+
     # Finding blocks
 
     def match(
@@ -578,7 +582,8 @@ class HostSpace(SlotSpace):
         self._shared.check_open()
         key, cold = self.id + expect_bytes("name", name), self._shared.cold
         expect_bytes("value", value)
-        if cold is None:
+        seconds = self._shared.cold_deadline if deadline is None else expect_seconds("deadline", deadline)
+        if cold is None or not self._purges.may_put_note(name, time.monotonic() + seconds):
             return False
         if not self.tenant:
             return cold.put_note(key, value, deadline) == ColdStatus.OK
@@ -586,15 +591,19 @@ class HostSpace(SlotSpace):
 
     def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
         """A named record from the cold tier, or None."""
+        status, value = self.read_note(name, deadline)
+        return value if status == ColdStatus.OK else None
+
+    def read_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
+        """A named record from the cold tier, or why there is none: one that was purged is a miss."""
         self._shared.check_open()
         key, cold = self.id + expect_bytes("name", name), self._shared.cold
-        if cold is None:
-            return None
+        with self._shared.lock():
+            if cold is None or not self._purges.may_read_note(name):
+                return ColdStatus.MISS, b""
         if not self.tenant:
-            status, value = cold.get_note(key, deadline)
-        else:
-            status, value = cold.get_note(key, deadline, space=self._notes)
-        return value if status == ColdStatus.OK else None
+            return cold.get_note(key, deadline)
+        return cold.get_note(key, deadline, space=self._notes)
 
     def purge(
         self, hashes: Sequence[bytes] | None, *, notes: Sequence[bytes] = (), deadline: float = 30.0

@@ -145,7 +145,7 @@ class TieredStore:
         self.layout = layout
         self.root = expect_bytes("root", root, HASH_BYTES)
         self.device = expect_text("device", device)
-        self.host = host.space(layout, shard=shard) if host is not None else None
+        self.host = host.space(layout, shard=shard).for_steps() if host is not None else None
         # Where host memory has tenants, its space is one of them.
         self.space = space_id(layout, shard) if self.host is None else self.host.id
         self._lost: deque[tuple[Ids, Generations]] = deque()

@@ -25,5 +25,8 @@ def await_child(parent: int, words: str, seconds: float = 60.0) -> int:
 
 
 def is_there(process: int) -> bool:
-    """Whether a process exists."""
-    return Path(f"/proc/{process}").exists()
+    """Whether a process runs: one that has ended, and that nobody waited for, does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

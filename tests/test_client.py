@@ -279,6 +279,37 @@ def test_views_outlive_lease_and_connection(running: Running) -> None:
     assert mapped not in Path("/proc/self/maps").read_text()
 
 
+def test_room_may_come_while_somebody_else_has_some_or_nobody_knows(serving: ServeProcess) -> None:
+    with kvpager.connect(serving.path, timeout=5.0) as mine, kvpager.connect(serving.path) as others:
+        space, other = mine.space(LAYOUT), others.space(LAYOUT)
+        await_true(lambda: mine.stats()["arena"]["ready_bytes"] == ARENA)
+        count = space.capacity
+        assert space.room_may_come(0)  # slots are free
+        writing = other.reserve(names(0, count))
+        assert len(writing.new) == count
+        assert space.room_may_come(0)
+        writing.commit()
+        leased = space.match(names(0, count))
+        assert not space.room_may_come(count)
+        theirs = other.match(names(0, 1))
+        assert not space.room_may_come(count)  # which are the caller's, too
+        leased.shorten(count - 1)
+        theirs.release()
+        await_true(lambda: space.room_may_come(count - 1))  # one that nobody has
+        assert other.pin(names(0, count)) == count
+        leased.release()
+        # Of pins nobody knows that they end.
+        await_true(lambda: not space.room_may_come(0))
+        assert other.unpin(names(0, 1)) == 1
+        assert space.room_may_come(0)
+        assert other.pin(names(0, 1)) == 1
+        with pytest.raises(ConfigError, match="held"):
+            space.room_may_come(-1)
+        serving.kill()
+        await_true(lambda: not mine.ready)
+        assert space.room_may_come(0)
+
+
 def test_a_closed_connection_says_so_and_has_given_back(running: Running) -> None:
     client = kvpager.connect(running.path)
     space = client.space(LAYOUT)

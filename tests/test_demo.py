@@ -29,6 +29,7 @@ from kvpager.engine.sequence import FinishReason
 from kvpager.kvstore.hashing import hash_blocks
 from kvpager.tests.model_files import require_smollm2
 from kvpager.tests.process_tree import await_child, is_there
+from kvpager.tests.raw_client import await_true
 from kvpager.tests.redis_servers import RedisServer, free_port
 from kvpager.tests.serve_process import ServeProcess
 from rich.console import Console
@@ -314,6 +315,22 @@ def test_the_demo_without_its_redis_says_so_and_shows_no_traceback(tiny: Path) -
         check_done(done)
     else:
         assert done.returncode == 1
+
+
+def test_a_demo_that_is_killed_leaves_no_sidecar_and_no_engine(tiny: Path, tmp_path: Path) -> None:
+    demo = subprocess.Popen(
+        [SCRIPT, *SMALL, "--model", str(tiny), "--sidecar"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "2", "COLUMNS": "200", "TMPDIR": str(tmp_path)},
+    )
+    assert demo.stdout is not None
+    assert any("One sidecar on" in line for line in demo.stdout)
+    children = [await_child(demo.pid, words) for words in ("serve", "spawn_main")]
+    demo.kill()
+    demo.communicate(timeout=60)
+    await_true(lambda: not any(map(is_there, children)), 60.0)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -237,3 +238,19 @@ def test_a_restarted_engine_goes_on_from_the_cold_tier(
     assert [answer.cached.total for answer in second] == [len(talk) - 1 for talk in talks]
     assert all(answer.cached.cold > 0 for answer in second)
     check(llm)
+
+
+def test_its_tokenizer_is_the_one_that_transformers_would_choose(loaded: LoadedModel) -> None:
+    file = require_smollm2()
+    tokenizers: Any = transformers.AutoTokenizer
+    chosen = tokenizers.from_pretrained(
+        file.parent, gguf_file=file.name, local_files_only=True, clean_up_tokenization_spaces=False
+    )
+    assert type(loaded.tokenizer) is type(chosen)
+    assert loaded.tokenizer.get_vocab() == chosen.get_vocab()
+    assert loaded.tokenizer.special_tokens_map == chosen.special_tokens_map
+    assert loaded.tokenizer.chat_template == chosen.chat_template
+    for text in (STORY, *PLAIN, "  Ünïcödé \n\t你好 🙂<|im_end|>"):
+        ids = loaded.tokenizer(text).input_ids
+        assert ids == chosen(text).input_ids
+        assert loaded.tokenizer.decode(ids) == chosen.decode(ids)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kvpager.kvstore.handles import ReserveStatus
-from kvpager.kvstore.hashing import ChainIdentity
+from kvpager.kvstore.hashing import ChainIdentity, notes_id
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.session import SessionRecord, session_key
 from kvpager.kvstore.space import HostSpace
@@ -292,6 +293,77 @@ def test_what_a_cold_tier_kept_is_not_loaded_by_the_next_process_either(tmp_path
         assert not cold.contains(named.id, names(0, 2)).any()
         assert not cold.contains(whole.id, names(0, 4)).any()
         store.check_integrity()
+
+
+def note_in(cold: ColdTier, space: HostSpace, name: bytes) -> ColdStatus:
+    """What the cold tier itself says of a note."""
+    if not space.tenant:
+        return cold.get_note(space.id + name)[0]
+    return cold.get_note(space.id + name, space=notes_id(space.id))[0]
+
+
+@pytest.mark.parametrize(("tenant", "all_of_it"), [("", False), ("anna", False), ("anna", True)])
+def test_notes_that_a_cold_tier_keeps_are_not_read_and_go_later(
+    tmp_path: Path, tenant: str, all_of_it: bool
+) -> None:
+    cold = TroubledDisk(tmp_path / "cold")
+    with host_on(cold) as store:
+        space = store.space(LAYOUT, tenant=tenant)
+        for name in (b"one", b"two"):
+            assert space.put_note(name, name)
+        cold.fault = ColdStatus.UNAVAILABLE
+        # Nothing of it is in host memory, or among the cold tier's blocks.
+        report = space.purge(None) if all_of_it else space.purge([], notes=[b"one"])
+        assert (report.notes, report.cold_left) == (0, ColdStatus.UNAVAILABLE)
+        assert not space.put_note(b"one", b"not kept")
+        cold.fault = None
+        assert note_in(cold, space, b"one") is ColdStatus.OK
+        assert space.get_note(b"one") is None
+        await_true(lambda: note_in(cold, space, b"one") is ColdStatus.MISS)
+        assert space.get_note(b"two") == (None if all_of_it else b"two")
+        assert space.put_note(b"one", b"again")
+        assert space.get_note(b"one") == b"again"
+
+
+def test_a_note_that_is_put_anew_before_the_old_one_is_gone_is_kept(tmp_path: Path) -> None:
+    cold = TroubledDisk(tmp_path / "cold")
+    with host_on(cold) as store:
+        space = store.space(LAYOUT, tenant="anna")
+        chosen: list[list[bytes] | None] = [[], None]
+        for hashes in chosen:
+            assert space.put_note(b"one", b"old")
+            cold.fault = ColdStatus.UNAVAILABLE
+            assert space.purge(hashes, notes=[b"one"]).cold_left is ColdStatus.UNAVAILABLE
+            cold.fault = None
+            assert space.put_note(b"one", b"new")
+            assert space.get_note(b"one") == b"new"
+            time.sleep(1.3)  # longer than until it is tried again
+            assert space.get_note(b"one") == b"new"
+
+
+def test_notes_that_a_cold_tier_kept_are_not_read_by_the_next_process_either(tmp_path: Path) -> None:
+    def opened(cold: TroubledDisk) -> HostStore:
+        arena = ArenaFile(str(tmp_path / "arena"), keep=True, cold="disk")
+        return HostStore(8 * EXTENT, extent_bytes=EXTENT, cold=cold, arena=arena)
+
+    cold = TroubledDisk(tmp_path / "cold")
+    with opened(cold) as store:
+        for tenant in ("", "anna"):
+            assert store.space(LAYOUT, tenant=tenant).put_note(b"one", b"value")
+        cold.fault = ColdStatus.UNAVAILABLE
+        assert store.space(LAYOUT).purge([], notes=[b"one"]).cold_left is ColdStatus.UNAVAILABLE
+        assert store.space(LAYOUT, tenant="anna").purge(None).cold_left is ColdStatus.UNAVAILABLE
+    cold = TroubledDisk(tmp_path / "cold")
+    cold.fault = ColdStatus.UNAVAILABLE
+    with opened(cold) as store:
+        spaces = [store.space(LAYOUT, tenant=tenant) for tenant in ("", "anna")]
+        cold.fault = None
+        for space in spaces:
+            assert space.get_note(b"one") is None
+        await_true(lambda: {note_in(cold, space, b"one") for space in spaces} == {ColdStatus.MISS})
+        records = store.records
+        assert records is not None
+        await_true(lambda: not records.sections(SectionKind.BARRED))
 
 
 def test_a_name_that_is_written_anew_is_loaded_again(tmp_path: Path) -> None:

@@ -203,6 +203,31 @@ def test_a_second_signal_ends_it_at_once(started: list[Serve], path: Path) -> No
     assert list(path.parent.iterdir()) == []
 
 
+def test_it_stops_when_the_process_that_it_serves_for_is_killed(started: list[Serve], path: Path) -> None:
+    master = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    arguments = ["--keep-arena", "--with-process", str(master.pid)]
+    try:
+        serve = Serve(path, *arguments)
+        started.append(serve)
+        with serve.connect() as client:
+            store(client, client.open(), 0, 3)
+    finally:
+        master.kill()
+        master.wait()
+    _, errors = serve.process.communicate(timeout=60)
+    assert serve.process.returncode == 0
+    assert "the process that it served for is gone: stopping" in errors
+    assert not path.exists()
+    # As if it had been asked to stop.
+    assert Path(default_arena_path(str(path))).exists()
+    # One that is gone already.
+    late = Serve(path, *arguments)
+    started.append(late)
+    _, errors = late.process.communicate(timeout=60)
+    assert late.process.returncode == 1
+    assert f"--with-process: process {master.pid} cannot be watched: No such process" in errors
+
+
 def test_without_a_size_it_takes_no_more_than_there_is_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

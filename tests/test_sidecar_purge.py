@@ -31,8 +31,15 @@ from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.session import SessionRecord, session_key
 from kvpager.tests.raw_client import LAYOUT, RawClient, Running, names, store
 from kvpager.tests.serve_process import ServeProcess
+from kvpager.tests.troubled_disk import TroubledDisk
+from kvpager.tiers.cold import ColdStatus
 from kvpager.tiers.cold_disk import DiskColdTier
-from kvpager.tiers.errors import AccessDeniedError, ConfigError, StaleHandleError
+from kvpager.tiers.errors import (
+    AccessDeniedError,
+    ColdTierUnavailableError,
+    ConfigError,
+    StaleHandleError,
+)
 
 SIZE = LAYOUT.block_bytes
 TOKEN = "token of anna..."
@@ -165,6 +172,28 @@ def test_a_session_is_purged_with_its_record(running: Running) -> None:
     save()
     done = asyncio.run(purge_async())
     assert (done.host_blocks, done.notes, done.left) == (3, 1, {})
+
+
+def test_a_session_whose_record_cannot_be_read_is_not_purged_by_halves(tmp_path: Path) -> None:
+    root = ChainIdentity(b"model").root
+    record = SessionRecord(root, 40, np.arange(50, dtype=np.int32))
+    blocks = record.blocks(LAYOUT.block_size)
+    cold = TroubledDisk(tmp_path / "cold")
+    with HostStore(1 << 20, cold=cold) as host, Running(tmp_path / "socket", host) as running:
+        for strict in (False, True):
+            with connect(str(running.path), strict=strict) as connection:
+                space = connection.space(LAYOUT)
+                assert space.put_note(session_key(root, "talk"), record.pack())
+                assert space.put(blocks, np.zeros((len(blocks), SIZE), np.uint8)) == len(blocks)
+                cold.fault = ColdStatus.UNAVAILABLE
+                # A miss, and no sign that the sidecar does not answer.
+                assert space.get_note(session_key(root, "talk")) is None
+                assert connection.counters.unanswered == 0
+                with pytest.raises(ColdTierUnavailableError):
+                    space.purge_session("talk", root=root)
+                cold.fault = None
+                done = space.purge_session("talk", root=root)
+                assert (done.host_blocks, done.notes, done.left) == (3, 1, {})
 
 
 def test_a_purge_outlives_a_sidecar_that_is_killed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from kvpager.kvstore.store import TieredStore
 from kvpager.tests.raw_client import RawClient, await_true
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tests.test_store import LAYOUT, PROMPT, ROOT, Engine, HeldMover, array
-from kvpager.tiers.errors import ConfigError
+from kvpager.tiers.errors import ConfigError, QuotaError, StaleHandleError
 from kvpager.tiers.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ with attached(path) as one:
 class AttachedEngine(Engine):
     """An `Engine` of `test_store` whose host memory is a sidecar's."""
 
-    def __init__(self, path: str | Path, device_blocks: int, rows: int, group: bytes | None = None) -> None:
+    def __init__(self, path: str | Path, device_blocks: int, rows: int, **settings: Any) -> None:
         self.mover = HeldMover()
         self.host = None
-        self.client = kvpager.connect(path, timeout=TIMEOUT, group=group)
+        self.client = kvpager.connect(path, timeout=TIMEOUT, **settings)
         self.store = TieredStore(
             LAYOUT, device_blocks, root=ROOT, host=self.client, max_sequences=rows, mover=self.mover
         )
@@ -66,10 +66,14 @@ class AttachedEngine(Engine):
 
 @contextmanager
 def attached(
-    path: str | Path, device_blocks: int = 16, rows: int = 8, group: bytes | None = None
+    path: str | Path, device_blocks: int = 16, rows: int = 8, **settings: Any
 ) -> Iterator[AttachedEngine]:
-    """An engine on a sidecar; its books balance at the end, and it leaves nothing held."""
-    one = AttachedEngine(path, device_blocks, rows, group)
+    """An engine on a sidecar; its books balance at the end, and it leaves nothing held.
+
+    Args:
+        settings: of its connection.
+    """
+    one = AttachedEngine(path, device_blocks, rows, **settings)
     try:
         yield one
         one.check()
@@ -173,6 +177,31 @@ def test_a_running_sequence_reads_its_oldest_blocks_in_the_sidecar(serving: Serv
         check_nothing_is_held(one)
 
 
+def test_a_sequence_that_fills_its_device_waits_only_for_room_that_may_come(tmp_path: Path) -> None:
+    with (
+        ServeProcess(tmp_path / "socket", host_bytes=1 << 16) as serving,
+        attached(serving.path, device_blocks=4) as one,
+        kvpager.connect(serving.path) as other,
+    ):
+        space = other.space(LAYOUT)
+        await_true(lambda: other.stats()["arena"]["ready_bytes"] == 1 << 16)
+        row = one.run(PROMPT).row
+        assert one.store.spill(row, 4) == 3
+        assert one.store.promote(row, 1) == 1
+        # All but what it reads itself.
+        hashes = [bytes(14) + at.to_bytes(2, "big") for at in range(space.capacity - 3)]
+        with space.reserve(hashes) as reservation:
+            assert len(reservation.new) == len(hashes)
+            assert one.store.may_spill(row)
+            reservation.commit()
+        assert space.pin(hashes) == len(hashes)
+        await_true(lambda: not one.store.may_spill(row))
+        assert space.unpin(hashes[:1]) == 1
+        assert one.store.may_spill(row)
+        one.store.close_row(row)
+        check_nothing_is_held(one)
+
+
 def test_blocks_come_up_from_the_sidecars_cold_tier(serving: ServeProcess) -> None:
     with attached(serving.path) as one:
         one.store.close_row(one.run(PROMPT).row)
@@ -227,11 +256,12 @@ def test_a_killed_sidecars_successor_has_what_sleeps_and_is_read(serving: ServeP
         check_nothing_is_held(one)
 
 
+@pytest.mark.parametrize("strict", [False, True])
 def test_a_dead_sidecar_costs_hits_and_a_fresh_one_is_used_when_nothing_of_the_old_is_read(
-    serving: ServeProcess,
+    serving: ServeProcess, strict: bool
 ) -> None:
     other = np.arange(200, 214, dtype=np.int32)
-    with attached(serving.path) as one:
+    with attached(serving.path, strict=strict) as one:
         asleep = one.store.sleep(one.run(PROMPT).row)
         one.store.evict(16)
         reading = one.store.wake(asleep).row
@@ -297,9 +327,10 @@ def lose_leases(
     assert client.lost
 
 
-def test_rows_whose_leases_were_lost_are_told_and_computed_again(serving: ServeProcess) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_rows_whose_leases_were_lost_are_told_and_computed_again(serving: ServeProcess, strict: bool) -> None:
     other = np.arange(200, 214, dtype=np.int32)
-    with attached(serving.path, group=GROUP) as one:
+    with attached(serving.path, group=GROUP, strict=strict) as one:
         rows = []
         for prompt in (PROMPT, other):
             asleep = one.store.sleep(one.run(prompt).row)
@@ -347,8 +378,9 @@ def test_memory_that_went_with_its_sidecar_is_read_on_and_loses_no_row(serving: 
         one.store.close_row(row)
 
 
-def test_a_stalled_sidecar_holds_up_one_step_and_not_the_next(serving: ServeProcess) -> None:
-    with attached(serving.path) as one:
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_stalled_sidecar_holds_up_one_step_and_not_the_next(serving: ServeProcess, strict: bool) -> None:
+    with attached(serving.path, strict=strict) as one:
         asleep = one.store.sleep(one.run(PROMPT).row)
         one.store.evict(16)
         reading = one.store.wake(asleep).row
@@ -369,6 +401,60 @@ def test_a_stalled_sidecar_holds_up_one_step_and_not_the_next(serving: ServeProc
         assert one.store.open(np.append(PROMPT, array(1))).length == 12
 
 
+def test_an_engine_on_a_strict_connection_goes_on_where_its_tenants_quota_has_no_room(tmp_path: Path) -> None:
+    quota = 2 * LAYOUT.block_bytes
+    with (
+        ServeProcess(tmp_path / "socket", f"--quota=anna={quota}") as serving,
+        attached(serving.path, device_blocks=8, strict=True, tenant="anna") as one,
+    ):
+        row = one.run(PROMPT).row
+        # All that the tenant may have is read by somebody.
+        with kvpager.connect(serving.path, tenant="anna") as other:
+            space = other.space(LAYOUT)
+            assert space.put([bytes(16), bytes(15) + b"1"], np.zeros((2, LAYOUT.block_bytes), np.uint8)) == 2
+            with space.match([bytes(16), bytes(15) + b"1"]) as lease:
+                assert len(lease) == 2
+                one.store.flush()
+                one.store.poll()
+                asleep = one.store.sleep(row)
+                assert one.store.evict(8) == 4
+                assert one.client.counters.over_quota > 0
+                with pytest.raises(QuotaError):
+                    one.client.space(LAYOUT).reserve([bytes(15) + b"2"])
+                # Nothing of it could be kept: it is computed again, as far as it is wanted.
+                opened = one.store.wake(asleep)
+                assert opened.length == 0
+                one.compute(opened.row, PROMPT)
+                assert one.read(opened.row) == PROMPT.tolist()
+
+        def kept() -> bool:
+            one.store.flush()
+            return one.store.stats.written_back == 2
+
+        await_true(kept)
+        one.store.close_row(opened.row)
+        check_nothing_is_held(one)
+
+
+def test_an_engine_on_a_strict_connection_lets_go_of_what_is_lost(serving: ServeProcess) -> None:
+    with attached(serving.path, group=GROUP, strict=True) as one:
+        one.store.close_row(one.run(PROMPT).row)
+        one.store.evict(16)
+        reading = one.store.open(np.append(PROMPT, array(1))).row
+        words = one.store.table.row(reading)
+        assert one.store._far is not None
+        slots = one.store._far.slots_at(words)
+        lose_leases(serving, one.client, slots, one.store._far.generations(slots))
+        assert one.client.counters.lost == len(slots)
+        # Whoever gives back what is not held any more gives back the rest all the same.
+        one.store.close_row(reading)
+        one.store.poll()
+        assert one.client.counters.refused >= len(slots)
+        with pytest.raises(StaleHandleError):
+            one.client.space(LAYOUT).release(slots, np.ones(len(slots), np.int64))
+        check_nothing_is_held(one)
+
+
 def test_a_gpus_store_does_not_take_memory_that_is_not_mapped_for_it(serving: ServeProcess) -> None:
     with kvpager.connect(serving.path) as client, pytest.raises(ConfigError, match="not mapped for cuda:0"):
         TieredStore(LAYOUT, 8, root=ROOT, host=client, device="cuda:0")
@@ -378,15 +464,16 @@ def test_a_second_engine_answers_from_the_first_ones_kv(serving: ServeProcess, l
     from kvpager.engine.llm import LLM
     from kvpager.tests.engine_cases import GREEDY
 
-    if llama.device != "cpu":
-        pytest.skip("no GPU has a sidecar's memory mapped yet")
     prompt, truth = llama.prompts[5], llama.truth[5]
     cached = []
     for number in range(2):
-        with (
-            kvpager.connect(serving.path, name=f"engine {number}") as client,
-            LLM(llama.loaded, device="cpu", block_size=8, device_blocks=160, host=client) as llm,
-        ):
+        with ExitStack() as engine:
+            client = engine.enter_context(kvpager.connect(serving.path, name=f"engine {number}"))
+            if llama.device != "cpu":
+                client.map_device(llama.device)
+            llm = engine.enter_context(
+                LLM(llama.loaded, device=llama.device, block_size=8, device_blocks=160, host=client)
+            )
             (answer,) = llm.generate([prompt], GREEDY, sessions=["chat"])
             assert answer.token_ids == truth
             cached.append(answer.cached.host)
@@ -399,7 +486,7 @@ def test_a_second_engine_answers_from_the_first_ones_kv(serving: ServeProcess, l
         counts = client.stats()["sidecar"]
         assert (counts["leased"], counts["reserved"]) == (0, 0)
         with pytest.raises(ConfigError, match="host_bytes"):
-            LLM(llama.loaded, device="cpu", host=client, host_bytes=1 << 20)
+            LLM(llama.loaded, device=llama.device, host=client, host_bytes=1 << 20)
 
 
 def test_an_engine_computes_again_what_was_lost_and_answers_the_same(

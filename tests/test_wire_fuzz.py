@@ -43,6 +43,7 @@ from kvpager.api.messages import (
     Match,
     Message,
     Pin,
+    PurgeTenant,
     Put,
     PutNote,
     Reassert,
@@ -314,6 +315,9 @@ def likely(kind: type[Message], seen: dict[str, Generations]) -> st.SearchStrate
             lambda at: seen["generations"][np.array(at, np.int64)]
         ),
     }
+    if kind is PurgeTenant:
+        # Not the bystanders', whose blocks would go.
+        of_names["tenant"] = st.sampled_from(["anna", "é" * 300])
     return st.builds(
         kind,
         **{

@@ -104,6 +104,7 @@ def frames() -> dict[str, Frame]:
         "command": Request(27, m.Command("promote", "chat 1", hashes, 5.0)),
         "command given": Notice(m.CommandGiven(3, "promote", "chat 1", hashes, 5.0)),
         "command done": Request(28, m.CommandDone(3, 2, "")),
+        "may have room": Request(29, m.MayHaveRoom(0, 3)),
         "purge": Request(21, m.Purge(0, hashes, b"name", 30.0)),
         "purge tenant": Request(22, m.PurgeTenant("tenant é", 30.0)),
         "purged": Reply(22, m.Purged(2, 10, 40960, 12, 49152, 1, {"leased": {"engine 0 (pid 4242)": 3}})),
