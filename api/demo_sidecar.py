@@ -17,7 +17,6 @@ from ..tiers.errors import ServiceUnavailableError
 from ..tiers.memory import format_bytes
 from .client import connect
 from .demo_folder import demo_folder
-from .processes import end_after
 from .serve import usual_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from .demo_chats import Chats, Settings
     from .processes import Interruptions
 
-__all__ = ["run_on_sidecar", "serve_for"]
+__all__ = ["run_on_sidecar"]
 
 _HOST_BYTES: Final = 1 << 30
 _COLD_BYTES: Final = 8 << 30
@@ -98,8 +97,7 @@ def _sidecar(interruptions: Interruptions, settings: Settings, socket: str | Non
 
 
 def _start(place: str, cold: str) -> subprocess.Popen[str]:
-    serving = f"from {__name__} import serve_for; serve_for({os.getpid()})"
-    command = [sys.executable, "-P", "-c", serving, "serve", "--socket", place, "--arena", "memory"]
+    command = [sys.executable, "-P", "-m", "kvpager", "serve", "--socket", place, "--arena", "memory"]
     command += ["--host-bytes", str(min(_HOST_BYTES, usual_bytes(None)))]
     # Nobody stops it where this process is killed.
     command += ["--with-process", str(os.getpid())]
@@ -110,14 +108,6 @@ def _start(place: str, cold: str) -> subprocess.Popen[str]:
         command += ["--cold-bytes", str(_COLD_BYTES)]
     # Deaf to Ctrl-C, which reaches every process of the terminal: this one hears it, and ends the other.
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def serve_for(parent: int) -> None:
-    """``kvpager`` with the arguments of this process, which is asked to end when its parent is gone."""
-    from .cli import main
-
-    end_after(parent)
-    sys.exit(main())
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

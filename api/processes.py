@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -17,20 +16,9 @@ from typing import Any, Final
 
 from ..tiers.errors import KVPagerError
 
-__all__ = ["Interruptions", "end_after"]
+__all__ = ["Interruptions"]
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG: Final = 1
-
-
-def end_after(parent: int) -> None:
-    """Have this process told by SIGTERM when its parent is gone, however that ended; at once if it is.
-
-    Sources: Linux manual page prctl(2).
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent:
-        signal.raise_signal(signal.SIGTERM)
 
 
 class Interruptions:
