@@ -40,7 +40,6 @@ READ_ERRORS: Final = (
 _FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES: Final = ("linear", "llama3", "yarn", "dynamic")
 # Text is exactly what the tokens say: to tidy spaces up takes some that the model wrote.
-_TOKENIZER_OPTIONS: Final = {"clean_up_tokenization_spaces": False}
 _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", _TOKENIZER_CONFIG)
 
@@ -182,9 +181,7 @@ class _Safetensors:
     def tokenizer(self) -> Any:
         if not any((self._folder / name).exists() for name in _TOKENIZER_FILES):
             return None
-        return transformers.AutoTokenizer.from_pretrained(
-            self._folder, local_files_only=True, **_TOKENIZER_OPTIONS
-        )
+        return _read_tokenizer(transformers.AutoTokenizer, self._folder)
 
 
 class _PlainReader(gguf.GGUFReader):
@@ -313,9 +310,16 @@ class _GGUF:
         if self._architecture == "llama" and not named:
             # What it comes to, after a reading of the whole file anew that takes seconds.
             kind = transformers.PreTrainedTokenizerFast
-        return kind.from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True, **_TOKENIZER_OPTIONS
-        )
+        return _read_tokenizer(kind, path.parent, gguf_file=path.name)
+
+
+def _read_tokenizer(kind: Any, folder: Path, **where: str) -> Any:
+    tokenizer = kind.from_pretrained(
+        folder, local_files_only=True, clean_up_tokenization_spaces=False, **where
+    )
+    # Not every version of transformers takes it from the call, and those tell of it at each text.
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
 
 
 def _expect_family(family: object) -> None:
