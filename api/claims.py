@@ -83,7 +83,9 @@ class Claims:
 
     def add_leases(self, slots: Ids, generations: Generations) -> None:
         """The client has one more lease on each of these slots (none twice)."""
-        self._leases[slots] += 1
+        counts = self._leases.take(slots)
+        counts += 1
+        self._leases[slots] = counts
         self._generations[slots] = generations
         self.leased += len(slots)
 
@@ -100,8 +102,8 @@ class Claims:
             ConfigError: there is not one generation for each slot.
         """
         good = self._held(slots, generations, self._leases)
-        mine = slots[good]
-        self._leases[mine] -= 1
+        mine = slots if np.count_nonzero(good) == len(good) else slots[good]
+        self._leases[mine] = self._leases.take(mine) - 1
         self.leased -= len(mine)
         return good
 
@@ -195,9 +197,13 @@ class Claims:
             raise ConfigError(
                 "generations", f"must be one for each of {len(slots)} slots, got {len(generations)}"
             )
-        good = self.existing(slots)
-        at = slots if good.all() else np.where(good, slots, 0)
-        good &= (held[at] > 0) & (self._generations[at] == generations)
+        try:
+            good = held.take(slots.view(np.uint32)) > 0  # negative ones are the largest
+            good &= self._generations.take(slots) == generations
+        except IndexError:
+            good = self.existing(slots)
+            at = np.where(good, slots, 0)
+            good &= (held[at] > 0) & (self._generations[at] == generations)
         return _first_of_each(slots, good)
 
 

@@ -192,16 +192,18 @@ class SlotRecords:
 
     def leased(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """bool [n]: which handles name a block that is leased otherwise than by pins."""
-        held = self.leases[slots] > self._pins[slots] + self._timed[slots]
-        return self._valid(slots, generations, _COMMITTED, _PURGED) & held
+        good = self._valid(slots, generations, _COMMITTED, _PURGED)
+        good &= self.leases[slots] > self._pins[slots] + self._timed[slots]
+        return good
 
     def _valid(self, slots: Ids, generations: Generations, *states: int) -> npt.NDArray[np.bool_]:
         try:
-            state = self._state[slots]
+            state = self._state.take(slots)
             good: npt.NDArray[np.bool_] = state == states[0]
-            for other in states[1:]:
-                good |= state == other
-            good &= self.generations[slots] == generations
+            if np.count_nonzero(good) < len(good):
+                for other in states[1:]:
+                    good |= state == other
+            good &= self.generations.take(slots) == generations
         except IndexError as error:
             raise ConfigError("slots", f"must be from 0 to {self.capacity - 1}") from error
         if len(set(slots.tolist())) < len(slots):
@@ -219,22 +221,26 @@ class SlotRecords:
 
     def take_leases(self, slots: Ids) -> None:
         """One more lease on each of these committed slots (none twice)."""
-        before = self.leases[slots]
+        before = self.leases.take(slots)
         self.leases[slots] = before + 1
-        if not before.all():
-            self._policy.remove(slots[before == 0])
+        leased = np.count_nonzero(before)
+        if leased < len(slots):
+            self._policy.remove(slots[before == 0] if leased else slots)
 
     def drop_leases(self, slots: Ids, now: int) -> bool:
         """One lease less on each (none twice); returns whether a block may be evicted now.
 
         Of blocks that become evictable together, later ones are evicted sooner.
         """
-        after = self.leases[slots] - 1
+        after = self.leases.take(slots)
+        after -= 1
         self.leases[slots] = after
-        if after.all():
+        leased = np.count_nonzero(after)
+        if leased == len(slots):
             return False
-        idle = slots[after == 0]
-        if (purged := self._state[idle] == _PURGED).any():
+        idle = slots[after == 0] if leased else slots
+        purged = self._state.take(idle) == _PURGED
+        if np.count_nonzero(purged):
             self._end_purged(idle[purged])
             idle = idle[~purged]
         self._used_at[idle] = now
