@@ -62,8 +62,6 @@ _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_MOST_LATER: Final = 1 << 16
-"""Bytes of releases that wait for the next call."""
 _LAST_WORDS_SECONDS: Final = 0.5
 """How long a connection that is closed waits for the sidecar to take what it still has to say."""
 
@@ -564,8 +562,7 @@ class Connection:
         with self._lock:
             self._check_open()
             refused = self.core.release(space, handles)
-            if not self._turns.lively or self.core.output_bytes > _MOST_LATER:
-                self._write()
+            self._write()
         return refused
 
     def abort(self, space: ClientSpace, handles: Handles) -> int:

@@ -277,11 +277,6 @@ class ClientCore:
         return self._output_bytes > _MOST_OUTPUT
 
     @property
-    def output_bytes(self) -> int:
-        """Bytes that wait to be written."""
-        return self._output_bytes
-
-    @property
     def has_news(self) -> bool:
         """Whether there is something for `take_news`. Needs no lock."""
         return bool(self._events or self._commands or self._new_losses)

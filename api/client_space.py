@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +20,7 @@ from ..tiers.mapping import SharedMapping
 from ..tiers.settings import expect_array
 from .holdings import Handles, Holdings
 from .messages import OpenSpace
+from .warm_extents import WarmExtents
 
 __all__ = ["AbsentArena", "Arena", "ClientSpace", "Lost", "device_delta", "not_here", "readable_in_place"]
 
@@ -71,7 +73,12 @@ class Arena:
         self.base = mapping.base
         self.bytes = mapping.bytes()
         mapping.release()  # the views keep it
+        self._warm = WarmExtents(mapping, self.num_extents, extent_bytes)
         self.mapped: MappedArena | None = None
+
+    def expect_writes(self, extents: Iterable[int]) -> None:
+        """These extents are about to be written, and the next ones perhaps: see `WarmExtents`."""
+        self._warm.expect(extents, self.bytes)
 
     def map_device(self, device: str) -> None:
         """Page-lock it for a GPU, ``cuda`` or ``cuda:N``, in the background.
@@ -167,6 +174,12 @@ class ClientSpace:
         self.opened: int | None = None
         self.adrift: Arena | AbsentArena | None = None
         """Where the memory was lost: the one to go on in when nothing is held of it."""
+
+    def expect_writes(self, slots: Ids) -> None:
+        """These slots are about to be written."""
+        if isinstance(self.arena, Arena):
+            per_extent = self.arena.extent_bytes // self.layout.block_bytes
+            self.arena.expect_writes(set((slots // per_extent).tolist()))
 
     def open_message(self) -> OpenSpace:
         """The request to open it."""

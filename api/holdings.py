@@ -42,6 +42,10 @@ class Handles:
 
     def rounds(self) -> Iterator[Handles]:
         """The same in parts, no slot twice in one."""
+        if self.are_different():
+            if len(self):
+                yield self
+            return
         left = self
         while len(left):
             first = np.zeros(len(left), dtype=np.bool_)
@@ -52,8 +56,14 @@ class Handles:
             yield left.where(first)
             left = left.where(~first)
 
+    def are_different(self) -> bool:
+        """Whether no slot is named twice."""
+        return len(set(self.slots.tolist())) == len(self.slots)
+
     def where(self, chosen: npt.NDArray[np.bool_]) -> Handles:
         """Those that are chosen, bool [n]."""
+        if np.count_nonzero(chosen) == len(chosen):
+            return self
         return Handles(self.slots[chosen], self.generations[chosen])
 
 
@@ -110,8 +120,10 @@ class Holdings:
 
     def make_room(self, slots: Ids) -> None:
         """The space has these slots. Of no effect where its capacity is known, or no space has so many."""
+        if not self._grows:
+            return
         most = int(slots.max(initial=-1))
-        if not self._grows or not len(self._counts) <= most < _MOST_SLOTS:
+        if not len(self._counts) <= most < _MOST_SLOTS:
             return
         more = max(most + 1, 2 * len(self._counts)) - len(self._counts)
         self._counts = np.pad(self._counts, (0, more))
@@ -123,12 +135,16 @@ class Holdings:
         slots = handles.slots
         if len(slots) != len(handles.generations):
             return False
-        return not len(slots) or bool(0 <= slots.min() <= slots.max() < len(self._counts))
+        # Negative ones are the largest.
+        return not len(slots) or bool(slots.view(np.uint32).max() < len(self._counts))
 
     def add_leases(self, handles: Handles) -> None:
         """One more lease on each of these."""
         slots = handles.slots
-        np.add.at(self._counts, slots, 1)
+        if handles.are_different():
+            self._counts[slots] = self._counts.take(slots) + 1
+        else:
+            np.add.at(self._counts, slots, 1)
         self._generations[slots] = handles.generations
         # Who has a lease on it need not ask any more whether its commit arrived.
         self._end_writing(slots)
@@ -136,9 +152,13 @@ class Holdings:
 
     def take_leases(self, handles: Handles) -> npt.NDArray[np.bool_]:
         """One lease less on each of these, no slot twice: bool [n], which of them were held."""
-        good = self.counts(handles) > 0
-        mine = handles.slots[good]
-        self._counts[mine] -= 1
+        good = self._current(handles)
+        counts = self._counts.take(handles.slots)
+        good &= counts > 0
+        mine = handles.slots
+        if np.count_nonzero(good) < len(good):
+            mine, counts = mine[good], counts[good]
+        self._counts[mine] = counts - 1
         self.leases -= len(mine)
         return good
 
@@ -215,11 +235,11 @@ class Holdings:
         )
 
     def _current(self, handles: Handles) -> npt.NDArray[np.bool_]:
-        same: npt.NDArray[np.bool_] = self._generations[handles.slots] == handles.generations
+        same: npt.NDArray[np.bool_] = self._generations.take(handles.slots) == handles.generations
         return same
 
     def _end_writing(self, slots: Ids) -> None:
-        if self._writing[slots].any():
+        if self.reservations and self._writing[slots].any():
             slots = np.unique(slots)
             self.reservations -= int(np.count_nonzero(self._writing[slots]))
             self._writing[slots] = _FREE

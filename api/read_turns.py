@@ -2,8 +2,7 @@
 
 A reply that the thread reads has to wake the caller: one more switch between threads than the socket costs by
 itself. So a caller reads while it waits, for others who wait, too; the thread then does not watch the socket,
-but looks every few milliseconds whether callers still come. While they do, what needs no reply may wait for
-the next call, or for the thread's next look.
+but looks every few milliseconds whether callers still come.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import os
 import select
 import socket
 import threading
+from contextlib import suppress
 from typing import Final
 
 __all__ = ["ReadTurns"]
@@ -46,11 +46,6 @@ class ReadTurns:
         self._asleep = False
         """The thread does not look, since one caller reads for long."""
 
-    @property
-    def lively(self) -> bool:
-        """Whether what is to be sent may wait: the thread will send it within milliseconds."""
-        return not self._watched and not self._asleep
-
     def attach(self, connected: socket.socket) -> None:
         """There is a socket, and the thread watches it."""
         self._socket = connected
@@ -65,7 +60,9 @@ class ReadTurns:
         if connected is None:
             return
         if self._reading:
-            connected.shutdown(socket.SHUT_RDWR)  # whoever reads it is woken
+            # Whoever reads it is woken; where the other side reset it he was already.
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
             self._lock.wait_for(lambda: not self._reading)
         self._epoll.unregister(connected)
 
