@@ -296,10 +296,10 @@ class Answers:
         hashes = asked.hashes
         asks_cold = wait > 0 and self._host.cold is not None
         if not asks_cold and len(hashes) <= _QUICK_BLOCKS:
-            return self._leased(space.match(hashes))
+            return self._leased(space.match_named(hashes))
         return Job(
             asks_cold,
-            lambda: space.match(hashes, cold_deadline=wait if asks_cold else None),
+            lambda: space.match_named(hashes, wait if asks_cold else None),
             self._leased,
             Lease.release,
         )

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..kvstore.handles import Generations
+from ..kvstore.handles import Generations, all_different
 from ..kvstore.policy import Ids
 
 __all__ = ["Amends", "Claimed", "Handles", "Holdings"]
@@ -42,7 +42,7 @@ class Handles:
 
     def rounds(self) -> Iterator[Handles]:
         """The same in parts, no slot twice in one."""
-        if self.are_different():
+        if all_different(self.slots):
             if len(self):
                 yield self
             return
@@ -55,10 +55,6 @@ class Handles:
                 return
             yield left.where(first)
             left = left.where(~first)
-
-    def are_different(self) -> bool:
-        """Whether no slot is named twice."""
-        return len(set(self.slots.tolist())) == len(self.slots)
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> Handles:
         """Those that are chosen, bool [n]."""
@@ -141,24 +137,24 @@ class Holdings:
     def add_leases(self, handles: Handles) -> None:
         """One more lease on each of these."""
         slots = handles.slots
-        if handles.are_different():
-            self._counts[slots] = self._counts.take(slots) + 1
+        at = slots.astype(np.intp)  # indices of any other type are made so each time
+        if all_different(slots):
+            self._counts[at] += 1
         else:
             np.add.at(self._counts, slots, 1)
-        self._generations[slots] = handles.generations
+        self._generations[at] = handles.generations
         # Who has a lease on it need not ask any more whether its commit arrived.
         self._end_writing(slots)
         self.leases += len(slots)
 
     def take_leases(self, handles: Handles) -> npt.NDArray[np.bool_]:
         """One lease less on each of these, no slot twice: bool [n], which of them were held."""
-        good = self._current(handles)
-        counts = self._counts.take(handles.slots)
-        good &= counts > 0
-        mine = handles.slots
+        mine = handles.slots.astype(np.intp)
+        good: npt.NDArray[np.bool_] = self._generations[mine] == handles.generations
+        good &= self._counts[mine] > 0
         if np.count_nonzero(good) < len(good):
-            mine, counts = mine[good], counts[good]
-        self._counts[mine] = counts - 1
+            mine = mine[good]
+        self._counts[mine] -= 1
         self.leases -= len(mine)
         return good
 
@@ -235,7 +231,7 @@ class Holdings:
         )
 
     def _current(self, handles: Handles) -> npt.NDArray[np.bool_]:
-        same: npt.NDArray[np.bool_] = self._generations.take(handles.slots) == handles.generations
+        same: npt.NDArray[np.bool_] = self._generations[handles.slots] == handles.generations
         return same
 
     def _end_writing(self, slots: Ids) -> None:
