@@ -499,14 +499,19 @@ class Connection:
             connected = self._turns.come()
         try:
             if connected is not None:
-                self._read_for(connected, call, until)
+                try:
+                    self._read_for(connected, call, until)
+                finally:
+                    with self._lock:
+                        self._turns.end()
             if not call.done:
                 answered.acquire(timeout=max(0.0, until - time.monotonic()))
         finally:
             with self._lock:
-                self._turns.leave(read=connected is not None)
-                if not call.done:
-                    self.core.time_out(call)
+                self._turns.leave()
+        if not call.done:
+            with self._lock:
+                self.core.time_out(call)
 
     def _read_for(self, connected: socket.socket, call: Call[Any], until: float) -> None:
         """Read until a call is done. What is for the connection's thread is left to it."""

@@ -73,12 +73,17 @@ class Arena:
         self.base = mapping.base
         self.bytes = mapping.bytes()
         mapping.release()  # the views keep it
-        self._warm = WarmExtents(mapping, self.num_extents, extent_bytes)
+        owned = status.st_uid == os.geteuid()
+        self._warm = WarmExtents(mapping, self.num_extents, extent_bytes, owned=owned)
         self.mapped: MappedArena | None = None
 
     def expect_writes(self, extents: Iterable[int]) -> None:
         """These extents are about to be written, and the next ones perhaps: see `WarmExtents`."""
         self._warm.expect(extents, self.bytes)
+
+    def wait_warm(self, seconds: float) -> None:
+        """Wait until the pages of expected writes are entered, so long at most."""
+        self._warm.wait(seconds)
 
     def map_device(self, device: str) -> None:
         """Page-lock it for a GPU, ``cuda`` or ``cuda:N``, in the background.

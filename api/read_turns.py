@@ -39,6 +39,8 @@ class ReadTurns:
         """By the thread."""
         self._reading = False
         """Somebody is, outside of the lock."""
+        self._caller_reads = False
+        """Who reads, or read last, is one of those that wait."""
         self._waiting = 0
         """Callers, with the one that reads."""
         self._came = False
@@ -74,33 +76,20 @@ class ReadTurns:
     # A caller's
 
     def come(self) -> socket.socket | None:
-        """A caller waits from now on, until `leave`: the socket, if it is to read it; else it is told."""
+        """A caller waits from now on, until `leave`: the socket, if it is to read it until `end`."""
         self._waiting += 1
         if self._reading or self._socket is None:
             return None
-        self._reading = self._came = True
+        self._reading = self._came = self._caller_reads = True
         if self._watched:
             self._watched = False
             self._set_mask(0)
             self.wake()
         return self._socket
 
-    def leave(self, *, read: bool) -> None:
-        """A caller of `come` does not wait any more.
-
-        Args:
-            read: it was the one that read.
-        """
+    def leave(self) -> None:
+        """A caller of `come` does not wait any more."""
         self._waiting -= 1
-        if not read:
-            return
-        self._reading = False
-        if self._socket is None:
-            self._lock.notify_all()
-        elif self._waiting:
-            self._watch()
-        elif self._asleep:
-            self.wake()
 
     def readable(self, seconds: float) -> bool:
         """Wait until there is something to read, so long at most. For the caller that reads."""
@@ -144,14 +133,18 @@ class ReadTurns:
         """The thread is about to read, until `end`; False where a caller does."""
         if self._reading:
             return False
-        self._reading = True
+        self._reading, self._caller_reads = True, False
         return True
 
     def end(self) -> None:
-        """The thread has read."""
+        """Whoever read, a caller or the thread, does not read any more."""
         self._reading = False
-        if self._waiting:
+        if self._socket is None:
+            self._lock.notify_all()
+        elif self._waiting > self._caller_reads:
             self._watch()
+        elif self._asleep:
+            self.wake()
 
     def _watch(self) -> None:
         self._watched = True

@@ -26,13 +26,17 @@ class WarmExtents:
     Args:
         mapping: the memory; whoever calls has it mapped.
         num_extents, extent_bytes: how it is cut.
+        owned: the file is this user's. Of another's the kernel does not tell what is made already: then
+            nothing is entered but what is granted.
     """
 
-    def __init__(self, mapping: SharedMapping, num_extents: int, extent_bytes: int) -> None:
+    def __init__(
+        self, mapping: SharedMapping, num_extents: int, extent_bytes: int, *, owned: bool = True
+    ) -> None:
         self._mapping = mapping
         self._extent_bytes = extent_bytes
         self._num_extents = num_extents
-        self._ahead = max(1, _AHEAD_BYTES // extent_bytes)
+        self._ahead = max(1, _AHEAD_BYTES // extent_bytes) if owned else 0
         self._lock = threading.Lock()
         self._seen: set[int] = set()
         self._next: dict[int, None] = {}

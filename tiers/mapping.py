@@ -87,6 +87,8 @@ class SharedMapping:
     def is_present(self, offset: int, nbytes: int) -> bool:
         """Whether the file has the first page and the last one, so that `populate` would make nothing new.
 
+        Of a file of another user's the kernel says yes in any case.
+
         Args:
             offset: a multiple of the page size.
         """
