@@ -32,7 +32,8 @@ __all__ = [
     "first_generations",
 ]
 
-_FEW: Final = 256
+_FEW: Final = 1024
+"""Slots among which a set finds repetitions sooner than arrays do."""
 _SPARSE: Final = 256
 Generations: TypeAlias = npt.NDArray[np.int64]
 """int64 [n]: how often each of n slots had been granted when it was."""

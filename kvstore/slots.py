@@ -409,14 +409,15 @@ class SlotRecords:
         """Write the CRCs of records that have, or will have, these fields."""
         crcs, crc = self._arrays.crcs, self._arrays.crc
         if crcs is not None and crc is not None:
-            crcs[slots] = crc.of(hashes, generations) ^ crc.of_state[state]
+            crcs[slots.astype(np.intp)] = crc.of(hashes, generations) ^ crc.of_state[state]
 
     def _set_state(self, slots: Ids, before: int, after: int) -> None:
         """Change the state of slots that all have the same, the CRC first."""
         crcs, crc = self._arrays.crcs, self._arrays.crc
+        at = slots.astype(np.intp)
         if crcs is not None and crc is not None:
-            crcs[slots] ^= crc.of_state[before] ^ crc.of_state[after]
-        self._state[slots] = after
+            crcs[at] ^= crc.of_state[before] ^ crc.of_state[after]
+        self._state[at] = after
 
     def purge(self, hashes: Sequence[bytes] | None) -> Purged:
         """Have blocks found no more, pinned ones too; free what nobody holds.
