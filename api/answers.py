@@ -357,8 +357,11 @@ class Answers:
     def _reserve(self, asked: Reserve) -> Message | Job:
         space, wait = self._space(asked.space), _seconds("wait", asked.wait)
         self._refuse_if_draining()
-        if not wait and len(asked.hashes) <= _QUICK_BLOCKS:
-            return self._reserved(space.reserve(asked.hashes))
+        if len(asked.hashes) <= _QUICK_BLOCKS:
+            # Mostly there is room, and no thread is needed.
+            done = space.reserve_at_once(asked.hashes) if wait else space.reserve(asked.hashes)
+            if done is not None:
+                return self._reserved(done)
         return Job(
             wait > 0, lambda: space.reserve(asked.hashes, wait=wait), self._reserved, Reservation.abort
         )

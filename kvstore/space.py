@@ -231,7 +231,19 @@ class HostSpace(SlotSpace):
                 has is leased, pinned or being written.
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        reservation, over_quota = self._reserve(hashes, expect_seconds("wait", wait))
+        return self._unless_over_quota(*self._reserve(hashes, expect_seconds("wait", wait)))
+
+    def reserve_at_once(self, hashes: Sequence[bytes]) -> Reservation | None:
+        """`reserve` with time to wait, where none is needed; None, and nothing is granted, where it is.
+
+        Raises:
+            QuotaError: as of `reserve`.
+        """
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        done = self._grant(hashes, 0.0, at_once=True)
+        return None if done is None else self._unless_over_quota(*done)
+
+    def _unless_over_quota(self, reservation: Reservation, over_quota: bool) -> Reservation:
         if over_quota and not (reservation.status == _NEW).any():
             raise QuotaError(
                 f"tenant {self.tenant!r} has a quota of {self._tenant.quota} bytes, and all of it is leased, "
@@ -248,6 +260,15 @@ class HostSpace(SlotSpace):
 
     def _reserve(self, hashes: Sequence[bytes], wait: float) -> tuple[Reservation, bool]:
         """Slots to write blocks into, and whether the tenant's quota was why there were not enough."""
+        done = self._grant(hashes, wait)
+        if done is None:
+            raise TypeError("only what is to be granted at once or not at all may be nothing")
+        return done
+
+    def _grant(
+        self, hashes: Sequence[bytes], wait: float, *, at_once: bool = False
+    ) -> tuple[Reservation, bool] | None:
+        """See `_reserve`; `at_once`: None, rather than to wait where that may help."""
         end = time.monotonic() + wait
         shared, records = self._shared, self._records
         with shared.lock():
@@ -261,13 +282,15 @@ class HostSpace(SlotSpace):
                 granted = self._room.take(len(wanted))
                 short = len(wanted) - len(granted)
                 left = end - time.monotonic()
-                waits = short > 0 and left > 0 and self._room.may_come()
+                waits = short > 0 and (at_once or left > 0) and self._room.may_come()
                 if present is not None:
                     self._drop_leases(present)
                 if not waits:
                     break
                 records.give_back(granted)
                 shared.changed.notify_all()
+                if at_once:
+                    return None
                 shared.changed.wait(min(left, _ROOM_POLL_SECONDS))
                 shared.check_open()
             chosen = wanted[: len(granted)]
