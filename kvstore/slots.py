@@ -318,8 +318,13 @@ class SlotRecords:
         return status, slots, np.array(wanted, dtype=np.int64)
 
     def take(self, count: int) -> Ids:
-        """Up to `count` free slots: to be given back, or reserved."""
-        return self._free.allocate(min(count, self._free.free_count))
+        """Up to `count` free slots, ascending: to be given back, or reserved.
+
+        What was evicted together is free in the reverse of the order in which it lies; so it is one run again.
+        """
+        slots = self._free.allocate(min(count, self._free.free_count))
+        slots.sort()
+        return slots
 
     def give_back(self, slots: Ids) -> None:
         """Slots that were taken and not reserved."""
