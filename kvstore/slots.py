@@ -320,7 +320,7 @@ class SlotRecords:
     def take(self, count: int) -> Ids:
         """Up to `count` free slots, ascending: to be given back, or reserved.
 
-        What was evicted together is free in the reverse of the order in which it lies; so it is one run again.
+        What was evicted together is free in the reverse of its order in memory; so it is one run again.
         """
         slots = self._free.allocate(min(count, self._free.free_count))
         slots.sort()
