@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..kvstore.handles import Generations
+from ..kvstore.handles import Generations, all_different
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
 from ..tiers.errors import ConfigError
@@ -83,8 +83,9 @@ class Claims:
 
     def add_leases(self, slots: Ids, generations: Generations) -> None:
         """The client has one more lease on each of these slots (none twice)."""
-        self._leases[slots] += 1
-        self._generations[slots] = generations
+        at = slots.astype(np.intp)  # indices of any other type are made so each time
+        self._leases[at] += 1
+        self._generations[at] = generations
         self.leased += len(slots)
 
     def add_reservations(self, slots: Ids, generations: Generations) -> None:
@@ -100,8 +101,8 @@ class Claims:
             ConfigError: there is not one generation for each slot.
         """
         good = self._held(slots, generations, self._leases)
-        mine = slots[good]
-        self._leases[mine] -= 1
+        mine = slots if np.count_nonzero(good) == len(good) else slots[good]
+        self._leases[mine.astype(np.intp)] -= 1
         self.leased -= len(mine)
         return good
 
@@ -195,15 +196,20 @@ class Claims:
             raise ConfigError(
                 "generations", f"must be one for each of {len(slots)} slots, got {len(generations)}"
             )
-        good = self.existing(slots)
-        at = slots if good.all() else np.where(good, slots, 0)
-        good &= (held[at] > 0) & (self._generations[at] == generations)
+        try:
+            at = slots.view(np.uint32).astype(np.intp)  # negative ones are the largest
+            good: npt.NDArray[np.bool_] = held[at] > 0
+            good &= self._generations[at] == generations
+        except IndexError:
+            good = self.existing(slots)
+            at = np.where(good, slots, 0).astype(np.intp)
+            good &= (held[at] > 0) & (self._generations[at] == generations)
         return _first_of_each(slots, good)
 
 
 def _first_of_each(slots: Ids, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """bool [n]: the good ones, of a slot that is named twice the first only."""
-    if len(set(slots.tolist())) == len(slots):
+    if all_different(slots):
         return good
     first = np.zeros(len(slots), dtype=np.bool_)
     first[np.unique(np.where(good, slots, -1), return_index=True)[1]] = True

@@ -6,15 +6,17 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Final
 
 from .. import __version__
 from ..tiers.errors import KVPagerError
-from .demo import add_parser as add_demo
-from .doctor import add_parser as add_doctor
 from .option_words import error_in_options
-from .serve import add_parser as add_serve
 
 __all__ = ["main"]
+
+_COMMANDS: Final = ("demo", "serve", "doctor")
+"""Each is a module beside this one, with an `add_parser`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,10 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvpager {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    add_demo(commands)
-    add_serve(commands)
-    add_doctor(commands)
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    # A sidecar that is started again does not import what looks at the machine.
+    for name in given[:1] if given[:1] and given[0] in _COMMANDS else _COMMANDS:
+        import_module(f".{name}", __package__).add_parser(commands)
+    options = parser.parse_args(given)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         code: int = options.run(options)

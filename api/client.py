@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 from ..kvstore.calls import LostListener
 from ..kvstore.control import EngineReport
-from ..kvstore.events import BlockEvent, EventStream, Listener
+from ..kvstore.events import EventStream, Listener
 from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
     ClosedError,
@@ -34,6 +33,7 @@ from .client_calls import Ask, Call
 from .client_commands import CommandListener, CommandListeners, clients_ask, command_ask, report_of
 from .client_core import ClientCounters, GivenCommand
 from .client_shell import (
+    READ_BYTES,
     REFUSALS,
     Backoff,
     Subscriptions,
@@ -53,6 +53,7 @@ from .holdings import Handles
 from .inline_asks import Steps
 from .inline_space import InlineSpace
 from .messages import Purged
+from .read_turns import ReadTurns
 from .remote_space import RemoteSpace
 
 __all__ = ["Connection", "connect"]
@@ -184,8 +185,12 @@ class Connection:
         self._spaces: dict[ClientSpace, RemoteSpace] = {}
         """Made with `_opening` held."""
         self._socket: socket.socket | None = None
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._changed = threading.Condition(self._lock)
+        self._turns = ReadTurns(self._changed)
+        self._place = memoryview(bytearray(READ_BYTES))
+        """Where whoever reads puts what came."""
+        self._broken: KVPagerError | None = None
+        """Why a caller found the connection of no use any more."""
         self._refused: KVPagerError | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpager-client", daemon=True)
@@ -377,7 +382,7 @@ class Connection:
             self.core.release_all()
             self._closing.set()
             self._write()
-            os.eventfd_write(self._wake, 1)
+            self._turns.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._maps.close()
@@ -452,7 +457,15 @@ class Connection:
 
     def ask(self, ask: Ask[_T]) -> _T:
         """Make a request and wait for what becomes of it."""
-        return self.ask_all([ask])[0]
+        answered = threading.Lock()
+        answered.acquire()
+        call = self._start(ask, answered.release)
+        try:
+            self._await(call, answered)
+        except BaseException:
+            self.abandon(call)
+            raise
+        return self.outcome(call)
 
     def ask_all(self, asks: Sequence[Ask[_T]]) -> list[_T]:
         """Make several requests at once and wait for what becomes of each."""
@@ -479,12 +492,57 @@ class Connection:
         return results
 
     def _await(self, call: Call[_T], answered: threading.Lock) -> None:
-        """Wait until a call is done, or was waited for long enough."""
-        if not call.done:
-            answered.acquire(timeout=0.0 if self.core.stalled else call.ask.seconds + self.timeout)
+        """Wait until a call is done, or was waited for long enough; read, if nobody else does."""
+        until = time.monotonic() + (0.0 if self.core.stalled else call.ask.seconds + self.timeout)
+        with self._lock:
+            if call.done:
+                return
+            connected = self._turns.come()
+        try:
+            if connected is not None:
+                try:
+                    self._read_for(connected, call, until)
+                finally:
+                    with self._lock:
+                        self._turns.end()
             if not call.done:
-                with self._lock:
-                    self.core.time_out(call)
+                answered.acquire(timeout=max(0.0, until - time.monotonic()))
+        finally:
+            with self._lock:
+                self._turns.leave()
+        if not call.done:
+            with self._lock:
+                self.core.time_out(call)
+
+    def _read_for(self, connected: socket.socket, call: Call[Any], until: float) -> None:
+        """Read until a call is done. What is for the connection's thread is left to it."""
+        taken = False
+        try:
+            while not call.done and (left := until - time.monotonic()) > 0:
+                if not self._turns.readable(left):
+                    continue
+                taken = True
+                with suppress(BlockingIOError):
+                    came = read_socket(connected, self.core.room, self._place)
+                    with self._lock:
+                        self._received(came, [])
+                        if self.core.has_news:
+                            self._turns.wake()
+                taken = False
+        except OSError as error:
+            self._break(why_not_reached(self._endpoint, error))
+        except KVPagerError as error:
+            self._break(error)
+        except BaseException:
+            if taken:  # what came may be lost
+                self._break(ServiceUnavailableError("a caller was interrupted while it read"))
+            raise
+
+    def _break(self, reason: KVPagerError) -> None:
+        """Have the thread end the connection."""
+        with self._lock:
+            self._broken = reason
+            self._turns.wake()
 
     def begin(self, ask: Ask[_T]) -> _Pending[_T]:
         """Make a request without waiting."""
@@ -596,7 +654,7 @@ class Connection:
                 return  # the thread finds out by itself
             if sent < len(data):
                 self.core.return_output(memoryview(data)[sent:])
-                os.eventfd_write(self._wake, 1)
+                self._turns.wake()
                 return
 
     # In the thread
@@ -613,7 +671,7 @@ class Connection:
             self._closing.wait(backoff.seconds())
         with self._changed:
             self._changed.notify_all()
-            os.close(self._wake)
+            self._turns.close()
 
     def _connect_and_serve(self, backoff: Backoff) -> KVPagerError:
         """One connection from its beginning to its end; returns why it ended."""
@@ -626,6 +684,8 @@ class Connection:
             try:
                 with self._lock:
                     self._socket = connected
+                    self._broken = None
+                    self._turns.attach(connected)
                     self.core.connected(self._endpoint.tls())
                     self._write()
                 self._serve(connected, fds, backoff)
@@ -636,6 +696,7 @@ class Connection:
             finally:
                 with self._lock:
                     self._socket = None
+                    self._turns.detach()
                 for fd in fds:
                     os.close(fd)
         return ServiceUnavailableError("the connection was closed")
@@ -667,64 +728,69 @@ class Connection:
     def _serve(self, connected: socket.socket, fds: list[int], backoff: Backoff) -> None:
         until = time.monotonic() + self.timeout
         last = None
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
         while True:
             with self._lock:
+                self._write()
                 writing = self.core.has_output
                 ready = self.core.ready
+                if self._broken is not None:
+                    raise self._broken
                 if self.core.overflowing:
                     raise ServiceUnavailableError("the sidecar does not read what it is sent")
+                wait = self._turns.look(writing=writing)
             if self._closing.is_set():
                 last = last or time.monotonic() + _LAST_WORDS_SECONDS
                 if not writing or time.monotonic() > last:
                     return
             if ready:
                 backoff.reset()
-                wait = None if last is None else max(0.0, last - time.monotonic())
-            else:
-                wait = max(0.0, (until if last is None else last) - time.monotonic())
-                if not wait and last is None:
-                    raise ServiceUnavailableError(f"{self._endpoint}: no greeting in time")
-            poll.register(connected, select.POLLIN | (select.POLLOUT if writing else 0))
-            happened = dict(poll.poll(None if wait is None else 1000 * wait + 1))
-            if self._wake in happened:
-                os.eventfd_read(self._wake)
-            if happened.get(connected.fileno(), 0) & ~select.POLLOUT:
+            elif last is None and time.monotonic() > until:
+                raise ServiceUnavailableError(f"{self._endpoint}: no greeting in time")
+            if last is not None or not ready:
+                left = max(0.0, (until if last is None else last) - time.monotonic())
+                wait = left if wait is None else min(wait, left)
+            # Where memory is mapped for a GPU it is seen to at every look, see `follow_arena`.
+            if self._turns.wait(wait) or self.core.has_news or self._maps.device is not None:
                 self._read(connected, fds)
-            with self._lock:
-                self._write()
 
     def _read(self, connected: socket.socket, fds: list[int]) -> None:
+        """Read what there is, unless a caller does, and tell the news, whoever read it."""
+        with self._lock:
+            reads = self._turns.begin()
         try:
-            came = read_socket(connected, self.core.room, fds)
-        except BlockingIOError:
-            return
-        with self._changed:
-            was_ready = self.core.ready
-            if isinstance(came, int):
-                self.core.filled(came)
-            else:
-                self.core.received(came, fds)
-            events, losses = self.core.take_events(), self.core.take_losses()
-            commands = self.core.take_commands()
-            # Before any other call can be made: slots may come to be leased again, with other blocks.
-            for lost in losses:
-                for listener in () if lost.readable else tuple(self._losers):
-                    listener(lost.space, lost.leased.slots, lost.leased.generations)
-            while fds and self.core.ready:
-                os.close(fds.pop())
-            if self.core.ready and not was_ready:
-                self._refused = None
-                self._changed.notify_all()
-            arena = self.core.arena
-            used = self.core.arenas_in_use() if self._maps.device is not None else []
+            came = None
+            if reads:
+                with suppress(BlockingIOError):
+                    came = read_socket(connected, self.core.room, self._place, fds)
+            with self._lock:
+                if came is not None:
+                    self._received(came, fds)
+                news = self.core.take_news()
+                arena = self.core.arena
+                used = self.core.arenas_in_use() if self._maps.device is not None else []
+        finally:
+            if reads:
+                with self._lock:
+                    self._turns.end()
         follow_arena(self._maps, arena, used)
-        self._tell(events, losses)
-        self._commands.tell(commands)
-
-    def _tell(self, events: list[BlockEvent], losses: list[Lost]) -> None:
-        for event in events:
+        for event in news.events:
             self._events.emit(event.kind, event.tier, event.space, event.hashes)
-        for lost in losses:
+        for lost in news.losses:
             tell_lost(lost, self._on_lost)
+        self._commands.tell(news.commands)
+
+    def _received(self, came: memoryview | int, fds: list[int]) -> None:
+        was_ready = self.core.ready
+        if isinstance(came, int):
+            self.core.filled(came)
+        else:
+            self.core.received(came, fds)
+        # Before any other call can be made: slots may come to be leased again, with other blocks.
+        for lost in self.core.new_losses:
+            for listener in () if lost.readable else tuple(self._losers):
+                listener(lost.space, lost.leased.slots, lost.leased.generations)
+        while fds and self.core.ready:
+            os.close(fds.pop())
+        if self.core.ready and not was_ready:
+            self._refused = None
+            self._changed.notify_all()

@@ -42,6 +42,7 @@ from .client_calls import Ask, Call
 from .client_commands import CommandListener, CommandListeners, clients_ask, command_ask, report_of
 from .client_core import ClientCounters, GivenCommand
 from .client_shell import (
+    READ_BYTES,
     REFUSALS,
     Backoff,
     Subscriptions,
@@ -132,6 +133,7 @@ class AsyncConnection:
         self.mover = HostMover()
         self.closed = False
         self._on_lost = on_lost
+        self._place = memoryview(bytearray(READ_BYTES))
         self._events = EventStream()
         self._subscriptions = Subscriptions(self._events, self._listen)
         self._commands = CommandListeners(self._answer_command)
@@ -450,7 +452,7 @@ class AsyncConnection:
 
     def _read(self, connected: socket.socket, fds: list[int], backoff: Backoff) -> None:
         try:
-            came = read_socket(connected, self.core.room, fds)
+            came = read_socket(connected, self.core.room, self._place, fds)
             if isinstance(came, int):
                 self.core.filled(came)
             else:
@@ -472,11 +474,12 @@ class AsyncConnection:
                 os.close(fds.pop())
         if self._maps.device is not None:
             follow_arena(self._maps, self.core.arena, self.core.arenas_in_use())
-        for event in self.core.take_events():
+        news = self.core.take_news()
+        for event in news.events:
             self._events.emit(event.kind, event.tier, event.space, event.hashes)
-        for lost in self.core.take_losses():
+        for lost in news.losses:
             tell_lost(lost, self._on_lost)
-        self._commands.tell(self.core.take_commands())
+        self._commands.tell(news.commands)
 
     def _end(self, reason: KVPagerError) -> None:
         if self._ended is not None and not self._ended.done():

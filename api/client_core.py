@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -57,7 +57,7 @@ from .messages import (
 from .tls_stream import TLSStream
 from .wire import MAGIC, MAX_FRAME, VERSION, Failure, Frame, FrameReader, Notice, Reply, Request, encode_parts
 
-__all__ = ["FRAME_ROOM", "GROUP_BYTES", "ClientCore", "ClientCounters", "GivenCommand"]
+__all__ = ["FRAME_ROOM", "GROUP_BYTES", "ClientCore", "ClientCounters", "GivenCommand", "News"]
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ _TLS_ALERT: Final = b"\x15\x03"
 """What whoever speaks TLS answers to somebody who does not."""
 _MOST_OUTPUT: Final = 2 * MAX_FRAME
 """Bytes that wait for a sidecar that does not read: beyond this the connection is given up."""
+_TOGETHER: Final = 1 << 15
+"""Bytes of frames that are written at once."""
 _CALLERS_FAULT: Final = (ConfigError, LayoutError, AccessDeniedError)
 
 
@@ -90,6 +92,14 @@ class GivenCommand:
     def number(self) -> int:
         """What the answer calls it."""
         return self.given.command
+
+
+class News(NamedTuple):
+    """What a connection's listeners are to be told."""
+
+    events: list[BlockEvent]
+    losses: list[Lost]
+    commands: list[GivenCommand]
 
 
 @dataclass(frozen=True)
@@ -267,24 +277,25 @@ class ClientCore:
         """Whether the sidecar leaves so much unread that the connection is to be given up."""
         return self._output_bytes > _MOST_OUTPUT
 
-    def take_events(self) -> list[BlockEvent]:
-        """Events that came since."""
-        events, self._events = self._events, []
-        return events
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something for `take_news`. Needs no lock."""
+        return bool(self._events or self._commands or self._new_losses)
 
-    def take_commands(self) -> list[GivenCommand]:
-        """Commands that came since."""
-        commands, self._commands = self._commands, []
-        return commands
+    @property
+    def new_losses(self) -> Sequence[Lost]:
+        """What was lost since the last `take_news`."""
+        return self._new_losses
+
+    def take_news(self) -> News:
+        """What came since, or was found out."""
+        news = News(self._events, self._new_losses, self._commands)
+        self._events, self._new_losses, self._commands = [], [], []
+        return news
 
     def arenas_in_use(self) -> list[Arena | AbsentArena]:
         """The memories that spaces have slots in."""
         return [space.arena for space in self._spaces.values()]
-
-    def take_losses(self) -> list[Lost]:
-        """What was lost since."""
-        losses, self._new_losses = self._new_losses, []
-        return losses
 
     # Asking
 
@@ -698,8 +709,14 @@ class ClientCore:
         """Bytes for the socket, of a frame or of the handshake."""
         tls = self._tls
         if tls is None:
-            if self._output:
-                self._wire.append(self._output.popleft())
+            # What is short goes together, in one write.
+            together = [self._output.popleft()] if self._output else []
+            size = sum(map(len, together))
+            while self._output and size + len(self._output[0]) <= _TOGETHER:
+                size += len(self._output[0])
+                together.append(self._output.popleft())
+            if together:
+                self._wire.append(b"".join(together) if len(together) > 1 else together[0])
             return
         if self._output and tls.ready:
             data = self._output.popleft()

@@ -30,6 +30,7 @@ from .endpoint import Endpoint
 from .messages import Count, Flush, GetStats, Purged, PurgeTenant, Stats
 
 __all__ = [
+    "READ_BYTES",
     "REFUSALS",
     "Backoff",
     "Subscriptions",
@@ -48,7 +49,8 @@ _log = logging.getLogger(__name__)
 
 REFUSALS: Final = (AccessDeniedError, ProtocolError, TLSError)
 """What another attempt would most likely end in, too."""
-_READ_BYTES: Final = 1 << 18
+READ_BYTES: Final = 1 << 18
+"""Of a read at most."""
 _MOST_FDS: Final = 4
 
 
@@ -71,14 +73,18 @@ class Backoff:
         return seconds * random.uniform(0.5, 1.0)
 
 
-def read_socket(connected: socket.socket, room: memoryview | None, fds: list[int]) -> bytes | int:
-    """What there is to read of a socket; descriptors that came with it are added to `fds`.
+def read_socket(
+    connected: socket.socket, room: memoryview | None, place: memoryview, fds: list[int] | None = None
+) -> memoryview | int:
+    """What there is to read of a socket.
 
     Args:
         room: where to put it, if it is in the midst of a long frame.
+        place: where to put it otherwise.
+        fds: where to put descriptors that come with it; None: none do.
 
     Returns:
-        the bytes, or how many were put into `room`.
+        the bytes, in `place`; or how many were put into `room`.
 
     Raises:
         OSError: as of `recv`; BlockingIOError where there is nothing.
@@ -89,16 +95,18 @@ def read_socket(connected: socket.socket, room: memoryview | None, fds: list[int
         if not count:
             raise ServiceUnavailableError("the sidecar closed the connection")
         return count
-    size = array.array("i").itemsize
-    data, ancillary, _, _ = connected.recvmsg(
-        _READ_BYTES, socket.CMSG_SPACE(_MOST_FDS * size), socket.MSG_CMSG_CLOEXEC
-    )
-    for level, kind, passed in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.extend(array.array("i", passed[: len(passed) - len(passed) % size]))
-    if not data:
+    if fds is None:
+        count = connected.recv_into(place)
+    else:
+        size = array.array("i").itemsize
+        space = socket.CMSG_SPACE(_MOST_FDS * size)
+        count, ancillary, _, _ = connected.recvmsg_into([place], space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, passed in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.extend(array.array("i", passed[: len(passed) - len(passed) % size]))
+    if not count:
         raise ServiceUnavailableError("the sidecar closed the connection")
-    return data
+    return place[:count]
 
 
 def why_not_reached(endpoint: Endpoint, error: OSError) -> ServiceUnavailableError:

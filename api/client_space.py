@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +20,7 @@ from ..tiers.mapping import SharedMapping
 from ..tiers.settings import expect_array
 from .holdings import Handles, Holdings
 from .messages import OpenSpace
+from .warm_extents import WarmExtents
 
 __all__ = [
     "AbsentArena",
@@ -80,7 +82,17 @@ class Arena:
         self.base = mapping.base
         self.bytes = mapping.bytes()
         mapping.release()  # the views keep it
+        owned = status.st_uid == os.geteuid()
+        self._warm = WarmExtents(mapping, self.num_extents, extent_bytes, owned=owned)
         self.mapped: MappedArena | None = None
+
+    def expect_writes(self, extents: Iterable[int]) -> None:
+        """These extents are about to be written, and the next ones perhaps: see `WarmExtents`."""
+        self._warm.expect(extents, self.bytes)
+
+    def wait_warm(self, seconds: float) -> None:
+        """Wait until the pages of expected writes are entered, so long at most."""
+        self._warm.wait(seconds)
 
     def map_device(self, device: str) -> None:
         """Page-lock it for a GPU, ``cuda`` or ``cuda:N``, in the background.
@@ -176,6 +188,12 @@ class ClientSpace:
         self.opened: int | None = None
         self.adrift: Arena | AbsentArena | None = None
         """Where the memory was lost: the one to go on in when nothing is held of it."""
+
+    def expect_writes(self, slots: Ids) -> None:
+        """These slots are about to be written."""
+        if isinstance(self.arena, Arena):
+            per_extent = self.arena.extent_bytes // self.layout.block_bytes
+            self.arena.expect_writes(set((slots // per_extent).tolist()))
 
     def open_message(self) -> OpenSpace:
         """The request to open it."""

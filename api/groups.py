@@ -238,7 +238,7 @@ class Group:
     ) -> npt.NDArray[np.bool_]:
         """One lease less on each of these that the group has, the client's own before another's: bool [n]."""
         good = self.claims(space, client).take_leases(slots, generations)
-        for other in () if good.all() else self._others(space, client):
+        for other in () if np.count_nonzero(good) == len(good) else self._others(space, client):
             rest = np.flatnonzero(~np.isin(slots, slots[good]))
             good[rest] = other.take_leases(slots[rest], generations[rest])
         return good

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..kvstore.handles import Generations
+from ..kvstore.handles import Generations, all_different
 from ..kvstore.policy import Ids
 
 __all__ = ["Amends", "Claimed", "Handles", "Holdings"]
@@ -42,6 +42,10 @@ class Handles:
 
     def rounds(self) -> Iterator[Handles]:
         """The same in parts, no slot twice in one."""
+        if all_different(self.slots):
+            if len(self):
+                yield self
+            return
         left = self
         while len(left):
             first = np.zeros(len(left), dtype=np.bool_)
@@ -54,6 +58,8 @@ class Handles:
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> Handles:
         """Those that are chosen, bool [n]."""
+        if np.count_nonzero(chosen) == len(chosen):
+            return self
         return Handles(self.slots[chosen], self.generations[chosen])
 
 
@@ -110,8 +116,10 @@ class Holdings:
 
     def make_room(self, slots: Ids) -> None:
         """The space has these slots. Of no effect where its capacity is known, or no space has so many."""
+        if not self._grows:
+            return
         most = int(slots.max(initial=-1))
-        if not self._grows or not len(self._counts) <= most < _MOST_SLOTS:
+        if not len(self._counts) <= most < _MOST_SLOTS:
             return
         more = max(most + 1, 2 * len(self._counts)) - len(self._counts)
         self._counts = np.pad(self._counts, (0, more))
@@ -123,21 +131,29 @@ class Holdings:
         slots = handles.slots
         if len(slots) != len(handles.generations):
             return False
-        return not len(slots) or bool(0 <= slots.min() <= slots.max() < len(self._counts))
+        # Negative ones are the largest.
+        return not len(slots) or bool(slots.view(np.uint32).max() < len(self._counts))
 
     def add_leases(self, handles: Handles) -> None:
         """One more lease on each of these."""
         slots = handles.slots
-        np.add.at(self._counts, slots, 1)
-        self._generations[slots] = handles.generations
+        at = slots.astype(np.intp)  # indices of any other type are made so each time
+        if all_different(slots):
+            self._counts[at] += 1
+        else:
+            np.add.at(self._counts, slots, 1)
+        self._generations[at] = handles.generations
         # Who has a lease on it need not ask any more whether its commit arrived.
         self._end_writing(slots)
         self.leases += len(slots)
 
     def take_leases(self, handles: Handles) -> npt.NDArray[np.bool_]:
         """One lease less on each of these, no slot twice: bool [n], which of them were held."""
-        good = self.counts(handles) > 0
-        mine = handles.slots[good]
+        mine = handles.slots.astype(np.intp)
+        good: npt.NDArray[np.bool_] = self._generations[mine] == handles.generations
+        good &= self._counts[mine] > 0
+        if np.count_nonzero(good) < len(good):
+            mine = mine[good]
         self._counts[mine] -= 1
         self.leases -= len(mine)
         return good
@@ -219,7 +235,7 @@ class Holdings:
         return same
 
     def _end_writing(self, slots: Ids) -> None:
-        if self._writing[slots].any():
+        if self.reservations and self._writing[slots].any():
             slots = np.unique(slots)
             self.reservations -= int(np.count_nonzero(self._writing[slots]))
             self._writing[slots] = _FREE

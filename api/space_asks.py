@@ -161,6 +161,7 @@ class SpaceAsks:
             new = Handles(got.slots, got.generations).where(got.statuses == _NEW)
             self._check(new)
             self._space.held.add_reservations(new)
+            self._space.expect_writes(new.slots)
             return Reservation(self._owner, names, got.statuses, got.slots, got.generations)
 
         def instead() -> Reservation:

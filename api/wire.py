@@ -106,10 +106,12 @@ def encode_parts(frame: Frame, *, max_frame: int = MAX_FRAME) -> list[bytes]:
         kind = _REQUEST if isinstance(frame, Request) else _REPLY
         body = (kind, frame.id, frame.message.TAG, fields_of(frame.message))
     parts = _packed(body)
-    length = sum(map(len, parts))
+    length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
     if length > max_frame:
         raise ProtocolError(f"a frame of {length} bytes is longer than the {max_frame} that are taken")
     # What is short goes together, in one write.
+    if len(parts) == 1:
+        return [_LENGTH.pack(length) + parts[0]]
     together: list[bytes] = []
     short = [_LENGTH.pack(length)]
     for part in parts:
@@ -124,7 +126,7 @@ def encode_parts(frame: Frame, *, max_frame: int = MAX_FRAME) -> list[bytes]:
 def _packed(body: tuple[int, int, int | str, list[Any]]) -> list[bytes]:
     """msgpack of a frame, in parts: long byte strings are not copied into it."""
     fields = body[3]
-    if not any(type(field) is bytes and len(field) >= _LONG for field in fields):
+    if not [field for field in fields if type(field) is bytes and len(field) >= _LONG]:
         return [msgpack.packb(body, use_bin_type=True)]
     parts = [bytes([_FIXARRAY + len(body)]), *map(msgpack.packb, body[:3]), bytes([_FIXARRAY + len(fields)])]
     for field in fields:
@@ -182,28 +184,39 @@ class FrameReader:
             room[:count] = data[:count]
             frames = self.fill(count)
             data = memoryview(data)[count:]
-        self._held += data
-        start = 0
+        if self._held:
+            self._held += data
+            if self._is_short():
+                return frames
+            data = bytes(self._held)
+            self._held.clear()
+        view, start = memoryview(data), 0
         try:
-            while len(self._held) - start >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(self._held, start)
+            while len(view) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(view, start)
                 if length > self.max_frame:
                     raise ProtocolError(f"a frame of {length} bytes, and {self.max_frame} are taken")
                 stop = start + _LENGTH.size + length
-                if len(self._held) < stop:
+                if len(view) < stop:
                     if length >= _LONG:
-                        came = memoryview(self._held)[start + _LENGTH.size :]
+                        came = view[start + _LENGTH.size :]
                         self._long, self._filled = np.empty(length, dtype=np.uint8).data, len(came)
                         self._long[: len(came)] = came
-                        came.release()
-                        start = len(self._held)
+                        start = len(view)
                     break
-                body = bytes(memoryview(self._held)[start + _LENGTH.size : stop])
+                body = view[start + _LENGTH.size : stop]
                 start = stop
                 frames.append(_frame_of(body))
         finally:
-            del self._held[:start]
+            self._held += view[start:]
         return frames
+
+    def _is_short(self) -> bool:
+        """Whether what is held is a part of a short frame, of which more is to come."""
+        if len(self._held) < _LENGTH.size:
+            return True
+        (length,) = _LENGTH.unpack_from(self._held)
+        return bool(length < _LONG and len(self._held) < _LENGTH.size + length)
 
 
 def _frame_of(body: bytes | memoryview) -> Frame:

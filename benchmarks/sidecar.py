@@ -1,17 +1,21 @@
 """The sidecar's round trips over its Unix socket, beside the same calls of a `HostStore` in one process.
 
 The sidecar runs in a process of its own; its clients are plain blocking sockets with `api/wire.py`, one a
-process, so that what is measured is the sidecar and not a client library. Then come whole blocks of 2 MiB,
-put and got by `kvpager.connect`: mapped, over TCP on the loopback device, and over TLS there; and what a bare
-TCP connection carries beside them. And how long it takes from the start of a sidecar whose predecessor was
-killed, with its arena full of blocks, to the first answered match.
+process, so that what is measured is the sidecar and not a client library; beside them the same calls through
+`kvpager.connect`, and what two processes need that send bytes to and fro and do nothing else: what the
+machine takes for a round trip by itself. Processor time is told, too, which says more than time where others
+use the same cores. Then come whole blocks of 2 MiB, put and got by `kvpager.connect`: mapped, over TCP on the
+loopback device, and over TLS there; beside them a plain copy of the same bytes, and what a bare TCP
+connection carries. And how long it takes from the start of a sidecar whose predecessor was killed, with its
+arena full of blocks, to the first answered match; and the memory that it takes beside its arena.
 
-    python benchmarks/sidecar.py [--seconds N] [--clients N] [--restart-bytes SIZE] [--json FILE]
+    python benchmarks/sidecar.py [--seconds N] [--clients N,N] [--restart-bytes SIZE] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import multiprocessing
 import os
@@ -41,22 +45,27 @@ from kvpager.tiers.memory import format_bytes
 
 RESIDENT: Final = 65_536
 """Blocks of the longest prefix: 1M tokens of 16."""
+MANY: Final = 1 << 20
+"""Blocks at which memory beside the arena is looked at."""
 ARENA_BYTES: Final = 384 << 20
 WIDE: Final = KVLayout(32, 8, 128)
 """Blocks of 2 MiB."""
 BLOCKS: Final = 16
 """Of these, put or got in one call."""
+_FIRST_PUTS: Final = 10
 TOKEN: Final = "a token for one benchmark"
 ARENAS: Final = "/dev/shm"
 RESTARTED: Final = KVLayout(32, 8, 128), KVLayout(8, 1, 128), LAYOUT
 """Blocks of 2 MiB (Llama-3-8B), of 64 KiB, and of 4 KiB."""
+
+_WARM_UP: Final = 20
 
 Row = dict[str, Any]
 
 
 def spread(call: Callable[[], object], seconds: float) -> Row:
     """Microseconds of a call, median and 99th percentile, over so many seconds after some that warm up."""
-    for _ in range(20):
+    for _ in range(_WARM_UP):
         call()
     taken: list[float] = []
     until = time.perf_counter() + seconds
@@ -139,6 +148,64 @@ def in_one_process(seconds: float) -> dict[str, Row]:
             call = partial(match_and_release, names(0, count))
             rows[f"match and release of {count}"] = spread(call, seconds)
         return {**rows, "reserve and commit of 256": spread(write, seconds)}
+
+
+def client_calls(path: Path, sidecar: int, seconds: float) -> dict[str, Row]:
+    """Round trips through `kvpager.connect`, with the processor time of both sides.
+
+    Args:
+        sidecar: its process.
+    """
+    with kvpager.connect(path, timeout=30.0, strict=True) as client:
+        space = client.space(LAYOUT)
+
+        def match_and_release(hashes: tuple[bytes, ...]) -> None:
+            with space.match(hashes) as lease:
+                if len(lease) != len(hashes):
+                    raise SystemExit("a match missed")
+
+        def timed(call: Callable[[], object]) -> Row:
+            mine, its = time.process_time(), processor_seconds(sidecar)
+            row = spread(call, seconds)
+            mine, its = time.process_time() - mine, processor_seconds(sidecar) - its
+            calls = row["calls"] + _WARM_UP
+            return {**row, "client_cpu_us": mine / calls * 1e6, "sidecar_cpu_us": its / calls * 1e6}
+
+        counts = (64, 4096, RESIDENT)
+        rows = {f"match and release of {n}": timed(partial(match_and_release, names(0, n))) for n in counts}
+        return {"stats": timed(client.stats), **rows}
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process has used of processors so far, in user and kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def to_and_fro(seconds: float, nbytes: int = 1024) -> Row:
+    """A round trip of two processes that do nothing else, over a Unix socket."""
+    here, there = socket.socketpair()
+    answering = multiprocessing.get_context("fork").Process(target=echo, args=(here, there))
+    answering.start()
+    there.close()
+    data = bytes(nbytes)
+
+    def call() -> None:
+        here.sendall(data)
+        here.recv(nbytes, socket.MSG_WAITALL)
+
+    with here:
+        row = spread(call, seconds)
+        here.shutdown(socket.SHUT_RDWR)
+    answering.join()
+    return row
+
+
+def echo(here: socket.socket, there: socket.socket) -> None:
+    here.close()
+    with there:
+        while data := there.recv(1 << 16):
+            there.sendall(data)
 
 
 def client_process(path: str, number: int, seconds: float, barrier: Barrier, results: Any) -> None:
@@ -245,10 +312,39 @@ def puts_and_gets(client: Connection, seconds: float) -> Row:
         if space.get(names(serial, BLOCKS), out) != BLOCKS:
             raise SystemExit("a get missed")
 
-    rates = [kv.nbytes / spread(call, seconds)["median_us"] / 1e3 for call in (put, get)]
+    # As much memory as the arena, all of it touched: no copy finds its place in a cache.
+    plain = np.ones((ARENA_BYTES // kv.nbytes, kv.nbytes), dtype=np.uint8)
+    turn = 0
+
+    def copy() -> None:
+        nonlocal turn
+        turn = (turn + 1) % len(plain)
+        ctypes.memmove(plain[turn].ctypes.data, kv.ctypes.data, kv.nbytes)
+
+    # Into memory that this process has not touched yet: the arena has room for some more than these.
+    first = []
+    for _ in range(_FIRST_PUTS):
+        began = time.perf_counter()
+        put()
+        first.append(time.perf_counter() - began)
+    taken: dict[Callable[[], None], list[float]] = {put: [], get: [], copy: []}
+    until = time.perf_counter() + 2 * seconds
+    while time.perf_counter() < until or len(taken[copy]) < 20:
+        for call, times in taken.items():  # by turns: whatever else the machine does befalls all of them
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+    get()
     if not np.array_equal(out, kv):
         raise SystemExit("other bytes came back")
-    return {"block_bytes": WIDE.block_bytes, "put_GB_s": rates[0], "get_GB_s": rates[1]}
+    rates = {call: kv.nbytes / float(np.median(times)) / 1e9 for call, times in taken.items()}
+    return {
+        "block_bytes": WIDE.block_bytes,
+        "put_GB_s": rates[put],
+        "get_GB_s": rates[get],
+        "memcpy_GB_s": rates[copy],
+        "first_put_GB_s": kv.nbytes / float(np.median(first)) / 1e9,
+    }
 
 
 def bare_tcp(seconds: float) -> float:
@@ -323,10 +419,24 @@ def connected(path: Path) -> RawClient:
             time.sleep(0.001)
 
 
+def resident_beside(pid: int, arena: str) -> int:
+    """Bytes of a process's resident memory but for what it has mapped of an arena's file."""
+    total, mapped = 0, ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            mapped = words[5] if len(words) > 5 else ""
+        elif words[0] == "Rss:" and mapped != arena:
+            total += int(words[1]) << 10
+    return total
+
+
 def restart(folder: Path, nbytes: int, layout: KVLayout, runs: int = 3) -> Row:
     """Seconds from the start of a sidecar to the first answered match, its arena full of committed blocks."""
-    path, arena = folder / "restart.sock", f"--arena={ARENAS}/kvpager-bench-{os.getpid()}.arena"
+    path, file = folder / "restart.sock", f"{ARENAS}/kvpager-bench-{os.getpid()}.arena"
+    arena = f"--arena={file}"
     serve = start(path, arena, nbytes=nbytes)
+    resident: dict[int, int] = {}
     try:
         with connected(path) as client:
             space = client.open(layout)
@@ -338,8 +448,11 @@ def restart(folder: Path, nbytes: int, layout: KVLayout, runs: int = 3) -> Row:
                 new = found.statuses == ReserveStatus.NEW
                 client.call(Commit(space, found.slots[new], found.generations[new]))
                 blocks += int(new.sum())
+                if blocks == MANY:
+                    resident[blocks] = resident_beside(serve.pid, file)
                 if not new.all() or blocks * layout.block_bytes >= nbytes:
                     break
+            resident[blocks] = resident_beside(serve.pid, file)
         taken = []
         for _ in range(runs):
             serve.kill()
@@ -358,13 +471,21 @@ def restart(folder: Path, nbytes: int, layout: KVLayout, runs: int = 3) -> Row:
     finally:
         serve.terminate()
         serve.wait(60)
-    return {"bytes": nbytes, "block_bytes": layout.block_bytes, "blocks": blocks, "seconds": taken}
+    return {
+        "bytes": nbytes,
+        "block_bytes": layout.block_bytes,
+        "blocks": blocks,
+        "seconds": taken,
+        "resident_beside_arena": {str(count): nbytes for count, nbytes in resident.items()},
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Round trips of the sidecar over its Unix socket")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each figure (default: %(default)s)")
-    parser.add_argument("--clients", type=int, default=8, help="of the last figure (default: %(default)s)")
+    parser.add_argument(
+        "--clients", default="1,8,16", help="how many clients at once, of each figure (default: %(default)s)"
+    )
     parser.add_argument(
         "--restart-bytes",
         metavar="SIZE",
@@ -380,8 +501,10 @@ def main() -> None:
         serve = start(path)
         try:
             fill(path)
+            calls = client_calls(path, serve.pid, options.seconds)
+            bare_trip = to_and_fro(options.seconds)
             rows = over_the_socket(path, options.seconds)
-            many = [several(path, count, options.seconds) for count in (1, options.clients)]
+            many = [several(path, int(count), options.seconds) for count in options.clients.split(",")]
             never_waiting = pipelined(path, options.seconds)
         finally:
             serve.terminate()
@@ -392,6 +515,12 @@ def main() -> None:
     for name, row in rows.items():
         beside = f"   in one process {alone[name]['median_us']:8.0f} us" if name in alone else ""
         print(f"{name:28} median {row['median_us']:8.0f} us  p99 {row['p99_us']:8.0f} us{beside}")
+    for name, row in calls.items():
+        print(
+            f"client: {name:24} median {row['median_us']:8.0f} us  p99 {row['p99_us']:8.0f} us   "
+            f"processor time: client {row['client_cpu_us']:.0f} us, sidecar {row['sidecar_cpu_us']:.0f} us"
+        )
+    print(f"1 KiB to and fro, bare: median {bare_trip['median_us']:.0f} us  p99 {bare_trip['p99_us']:.0f} us")
     for row in many:
         print(
             f"{row['clients']} clients, match and release of 16: {row['calls_per_s']:.0f} calls/s, "
@@ -400,14 +529,21 @@ def main() -> None:
     depth, rate = never_waiting["under_way"], never_waiting["calls_per_s"]
     print(f"one client, {depth} matches under way: {rate:.0f} calls/s")
     for name, row in wide.items():
-        rates = f"put {row['put_GB_s']:.2f} GB/s, get {row['get_GB_s']:.2f} GB/s"
+        rates = (
+            f"put {row['put_GB_s']:.2f} GB/s (first {row['first_put_GB_s']:.2f}), "
+            f"get {row['get_GB_s']:.2f} GB/s, plain copy {row['memcpy_GB_s']:.2f}"
+        )
         print(f"{BLOCKS} blocks of 2 MiB, {name:6}: {rates}")
     print(f"bare TCP over the loopback device: {bare:.2f} GB/s")
     for row in restarts:
         print(
             f"restart of {format_bytes(row['bytes'])} full of {row['blocks']} blocks of "
             f"{format_bytes(row['block_bytes'])}: first match after "
-            f"{', '.join(f'{seconds:.2f}' for seconds in row['seconds'])} s"
+            f"{', '.join(f'{seconds:.2f}' for seconds in row['seconds'])} s; beside the arena it takes "
+            + ", ".join(
+                f"{format_bytes(size)} at {count} blocks"
+                for count, size in row["resident_beside_arena"].items()
+            )
         )
     loop = "uvloop" if importlib.util.find_spec("uvloop") is not None else "asyncio"
     write_report(
@@ -415,6 +551,8 @@ def main() -> None:
         {
             "loop": loop,
             "socket": rows,
+            "client": calls,
+            "to_and_fro": bare_trip,
             "one_process": alone,
             "clients": many,
             "pipelined": never_waiting,

@@ -28,9 +28,13 @@ __all__ = [
     "ReserveStatus",
     "SlotOwner",
     "SlotViews",
+    "all_different",
     "first_generations",
 ]
 
+_FEW: Final = 1024
+"""Slots among which a set finds repetitions sooner than arrays do."""
+_SPARSE: Final = 256
 Generations: TypeAlias = npt.NDArray[np.int64]
 """int64 [n]: how often each of n slots had been granted when it was."""
 
@@ -41,6 +45,19 @@ def first_generations(capacity: int) -> Generations:
     So a handle that was remembered from another store, or from before a restart, names nothing in this one.
     """
     return np.full(capacity, secrets.randbits(62) + 1, dtype=np.int64)
+
+
+def all_different(slots: Ids) -> bool:
+    """Whether no slot of int32 [n] is named twice."""
+    count = len(slots)
+    if count < _FEW:
+        return len(set(slots.tolist())) == count
+    lowest, highest = int(slots.min()), int(slots.max())
+    if highest - lowest > _SPARSE * count:  # numbers that came over a wire
+        return len(np.unique(slots)) == count
+    seen = np.zeros(highest - lowest + 1, dtype=np.bool_)
+    seen[slots - lowest] = True
+    return bool(np.count_nonzero(seen) == count)
 
 
 class SlotViews(Protocol):

@@ -91,13 +91,15 @@ class LRUPolicy:
             self._compact(count)
         tail = self._tail + count
         self._log[self._tail : tail] = ids
-        self._count += count - int(np.count_nonzero(self._place[ids]))
-        self._place[ids] = np.arange(self._tail + 1, tail + 1)
+        at = ids.astype(np.intp)  # indices of any other type are made so each time
+        self._count += count - int(np.count_nonzero(self._place[at]))
+        self._place[at] = np.arange(self._tail + 1, tail + 1)
         self._tail = tail
 
     def remove(self, ids: Ids) -> None:
-        self._count -= int(np.count_nonzero(self._place[ids]))
-        self._place[ids] = 0
+        at = ids.astype(np.intp)
+        self._count -= int(np.count_nonzero(self._place[at]))
+        self._place[at] = 0
 
     def demote(self, ids: Ids) -> int:
         ids = ids[self._place[ids] > 0]

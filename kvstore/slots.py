@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from ..tiers.arena import SlotAllocator
 from ..tiers.errors import ConfigError, IntegrityError
-from .handles import Generations, ReserveStatus, first_generations
+from .handles import Generations, ReserveStatus, all_different, first_generations
 from .hashing import HASH_BYTES, leading
 from .policy import EvictionPolicy, Ids
 from .slot_arrays import SlotArrays
@@ -178,9 +178,10 @@ class SlotRecords:
             ConfigError: a hash is named twice.
         """
         found = leading(self.index, hashes)
-        if len(set(found)) < len(found):
+        slots = np.array(found, dtype=np.int32)
+        if not all_different(slots):
             raise ConfigError("hashes", "a hash is named twice; a prefix names each of its blocks once")
-        return np.array(found, dtype=np.int32)
+        return slots
 
     def committed(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """bool [n]: which handles name a committed block still, each slot told once."""
@@ -192,19 +193,23 @@ class SlotRecords:
 
     def leased(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """bool [n]: which handles name a block that is leased otherwise than by pins."""
-        held = self.leases[slots] > self._pins[slots] + self._timed[slots]
-        return self._valid(slots, generations, _COMMITTED, _PURGED) & held
+        good = self._valid(slots, generations, _COMMITTED, _PURGED)
+        at = slots.astype(np.intp)
+        good &= self.leases[at] > self._pins[at] + self._timed[at]
+        return good
 
     def _valid(self, slots: Ids, generations: Generations, *states: int) -> npt.NDArray[np.bool_]:
         try:
-            state = self._state[slots]
+            at = slots.astype(np.intp)
+            state = self._state[at]
             good: npt.NDArray[np.bool_] = state == states[0]
-            for other in states[1:]:
-                good |= state == other
-            good &= self.generations[slots] == generations
+            if np.count_nonzero(good) < len(good):
+                for other in states[1:]:
+                    good |= state == other
+            good &= self.generations[at] == generations
         except IndexError as error:
             raise ConfigError("slots", f"must be from 0 to {self.capacity - 1}") from error
-        if len(set(slots.tolist())) < len(slots):
+        if not all_different(slots):
             first = np.zeros(len(slots), dtype=np.bool_)
             first[np.unique(np.where(good, slots, -1), return_index=True)[1]] = True
             good &= first
@@ -219,25 +224,33 @@ class SlotRecords:
 
     def take_leases(self, slots: Ids) -> None:
         """One more lease on each of these committed slots (none twice)."""
-        before = self.leases[slots]
-        self.leases[slots] = before + 1
-        if not before.all():
-            self._policy.remove(slots[before == 0])
+        at = slots.astype(np.intp)  # indices of any other type are made so each time
+        before = self.leases[at]
+        self.leases[at] = before + 1
+        leased = np.count_nonzero(before)
+        if leased < len(slots):
+            self._policy.remove(slots[before == 0] if leased else slots)
 
     def drop_leases(self, slots: Ids, now: int) -> bool:
         """One lease less on each (none twice); returns whether a block may be evicted now.
 
         Of blocks that become evictable together, later ones are evicted sooner.
         """
-        after = self.leases[slots] - 1
-        self.leases[slots] = after
-        if after.all():
+        at = slots.astype(np.intp)
+        after = self.leases[at]
+        after -= 1
+        self.leases[at] = after
+        leased = np.count_nonzero(after)
+        if leased == len(slots):
             return False
-        idle = slots[after == 0]
-        if (purged := self._state[idle] == _PURGED).any():
+        idle = slots
+        if leased:
+            idle, at = slots[after == 0], at[after == 0]
+        purged = self._state[at] == _PURGED
+        if np.count_nonzero(purged):
             self._end_purged(idle[purged])
-            idle = idle[~purged]
-        self._used_at[idle] = now
+            idle, at = idle[~purged], at[~purged]
+        self._used_at[at] = now
         self._policy.insert(idle[::-1])
         return True
 
@@ -305,8 +318,13 @@ class SlotRecords:
         return status, slots, np.array(wanted, dtype=np.int64)
 
     def take(self, count: int) -> Ids:
-        """Up to `count` free slots: to be given back, or reserved."""
-        return self._free.allocate(min(count, self._free.free_count))
+        """Up to `count` free slots, ascending: to be given back, or reserved.
+
+        What was evicted together is free in the reverse of its order in memory; so it is one run again.
+        """
+        slots = self._free.allocate(min(count, self._free.free_count))
+        slots.sort()
+        return slots
 
     def give_back(self, slots: Ids) -> None:
         """Slots that were taken and not reserved."""
@@ -317,11 +335,12 @@ class SlotRecords:
         if not names:
             return
         hashes = np.frombuffer(b"".join(names), dtype=_NAME)
-        generations = self.generations[slots] + 1
-        self._hashes[slots] = hashes
+        at = slots.astype(np.intp)
+        generations = self.generations[at] + 1
+        self._hashes[at] = hashes
         self._seal(slots, hashes, generations, _RESERVED)
-        self._state[slots] = _RESERVED
-        self.generations[slots] = generations
+        self._state[at] = _RESERVED
+        self.generations[at] = generations
         self.pending.update(zip(names, slots.tolist(), strict=True))
 
     def commit(self, slots: Ids, now: int, *, in_cold: bool) -> list[bytes]:
@@ -337,8 +356,9 @@ class SlotRecords:
         for name in names:
             del self.pending[name]
         self.index.update(zip(names, slots.tolist(), strict=True))
-        self.in_cold[slots] = in_cold
-        self._used_at[slots] = now
+        at = slots.astype(np.intp)
+        self.in_cold[at] = in_cold
+        self._used_at[at] = now
         self._set_state(slots, _RESERVED, _COMMITTED)
         self._policy.insert(slots[::-1])
         return names
@@ -394,14 +414,15 @@ class SlotRecords:
         """Write the CRCs of records that have, or will have, these fields."""
         crcs, crc = self._arrays.crcs, self._arrays.crc
         if crcs is not None and crc is not None:
-            crcs[slots] = crc.of(hashes, generations) ^ crc.of_state[state]
+            crcs[slots.astype(np.intp)] = crc.of(hashes, generations) ^ crc.of_state[state]
 
     def _set_state(self, slots: Ids, before: int, after: int) -> None:
         """Change the state of slots that all have the same, the CRC first."""
         crcs, crc = self._arrays.crcs, self._arrays.crc
+        at = slots.astype(np.intp)
         if crcs is not None and crc is not None:
-            crcs[slots] ^= crc.of_state[before] ^ crc.of_state[after]
-        self._state[slots] = after
+            crcs[at] ^= crc.of_state[before] ^ crc.of_state[after]
+        self._state[at] = after
 
     def purge(self, hashes: Sequence[bytes] | None) -> Purged:
         """Have blocks found no more, pinned ones too; free what nobody holds.

@@ -164,6 +164,10 @@ class HostSpace(SlotSpace):
             hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         if cold_deadline is not None:
             cold_deadline = expect_seconds("cold_deadline", cold_deadline)
+        return self.match_named(hashes, cold_deadline)
+
+    def match_named(self, hashes: Sequence[bytes], cold_deadline: float | None = None) -> Lease:
+        """`match` that trusts its arguments: for names that were looked at already."""
         shared = self._shared
         with shared.lock():
             lease = self._lease_leading(hashes)
@@ -205,9 +209,16 @@ class HostSpace(SlotSpace):
         with self._shared.lock():
             self._shared.check_open()
             good = self._records.leased(slots, generations)
-            self._drop_leases(slots if good.all() else slots[good])
-            if not good.all():
+            whole = np.count_nonzero(good) == len(good)
+            self._drop_leases(slots if whole else slots[good])
+            if not whole:
                 self._refuse("release", slots[~good])
+
+    def end_leases(self, slots: Ids) -> None:
+        """`release` that trusts its arguments: for whoever keeps books of leases, no slot twice."""
+        with self._shared.lock():
+            self._shared.check_open()
+            self._drop_leases(slots)
 
     # Writing blocks
 
@@ -224,7 +235,19 @@ class HostSpace(SlotSpace):
                 has is leased, pinned or being written.
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        reservation, over_quota = self._reserve(hashes, expect_seconds("wait", wait))
+        return self._unless_over_quota(*self._reserve(hashes, expect_seconds("wait", wait)))
+
+    def reserve_at_once(self, hashes: Sequence[bytes]) -> Reservation | None:
+        """`reserve` with time to wait, where none is needed; None, and nothing is granted, where it is.
+
+        Raises:
+            QuotaError: as of `reserve`.
+        """
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        done = self._grant(hashes, 0.0, at_once=True)
+        return None if done is None else self._unless_over_quota(*done)
+
+    def _unless_over_quota(self, reservation: Reservation, over_quota: bool) -> Reservation:
         if over_quota and not (reservation.status == _NEW).any():
             raise QuotaError(
                 f"tenant {self.tenant!r} has a quota of {self._tenant.quota} bytes, and all of it is leased, "
@@ -241,6 +264,15 @@ class HostSpace(SlotSpace):
 
     def _reserve(self, hashes: Sequence[bytes], wait: float) -> tuple[Reservation, bool]:
         """Slots to write blocks into, and whether the tenant's quota was why there were not enough."""
+        done = self._grant(hashes, wait)
+        if done is None:
+            raise TypeError("only what is to be granted at once or not at all may be nothing")
+        return done
+
+    def _grant(
+        self, hashes: Sequence[bytes], wait: float, *, at_once: bool = False
+    ) -> tuple[Reservation, bool] | None:
+        """See `_reserve`; `at_once`: None, rather than to wait where that may help."""
         end = time.monotonic() + wait
         shared, records = self._shared, self._records
         with shared.lock():
@@ -254,13 +286,15 @@ class HostSpace(SlotSpace):
                 granted = self._room.take(len(wanted))
                 short = len(wanted) - len(granted)
                 left = end - time.monotonic()
-                waits = short > 0 and left > 0 and self._room.may_come()
+                waits = short > 0 and (at_once or left > 0) and self._room.may_come()
                 if present is not None:
                     self._drop_leases(present)
                 if not waits:
                     break
                 records.give_back(granted)
                 shared.changed.notify_all()
+                if at_once:
+                    return None
                 shared.changed.wait(min(left, _ROOM_POLL_SECONDS))
                 shared.check_open()
             chosen = wanted[: len(granted)]
@@ -691,7 +725,7 @@ class HostSpace(SlotSpace):
         self._shared.check_open()
         slots = self._records.resident(hashes)
         self._records.take_leases(slots)
-        return Lease(self, slots, self._records.generations[slots])
+        return Lease(self, slots, self._records.generations[slots.astype(np.intp)])
 
     def _drop_leases(self, slots: Ids) -> None:
         if self._records.drop_leases(slots, self._shared.tick()):

@@ -524,6 +524,21 @@ def test_who_waits_for_room_gets_it_when_the_background_writer_has_made_it(tmp_p
         assert host.stats.dropped == 0
 
 
+def test_what_cannot_be_reserved_at_once_is_not_reserved_in_part(tmp_path: Path) -> None:
+    cold = TroubledDisk(tmp_path)
+    with store(1, cold) as host:
+        space = host.space(SMALL)
+        cold.pause = 0.2
+        count = space.capacity - 1
+        first = space.reserve_at_once(names(0, count))
+        assert first is not None
+        first.commit()
+        assert space.reserve_at_once(names(100, 2)) is None  # one is free, one comes when it is copied below
+        assert host.stats.denied == 0
+        with space.reserve(names(100, 2), wait=20.0) as reservation:
+            assert len(reservation.new) == 2
+
+
 def test_a_cold_tier_that_refuses_costs_hits_and_never_time(tmp_path: Path) -> None:
     cold = TroubledDisk(tmp_path)
     with store(1, cold) as host:

@@ -49,6 +49,7 @@ class SharedMapping:
             ctypes.c_long,
         )
         libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         # Address space for one huge page more, then the file over its aligned part.
         spare = nbytes + _HUGE_PAGE
@@ -82,6 +83,20 @@ class SharedMapping:
     def release(self) -> None:
         """Unmap it as soon as no view is left."""
         self._array = None
+
+    def is_present(self, offset: int, nbytes: int) -> bool:
+        """Whether the file has the first page and the last one, so that `populate` would make nothing new.
+
+        Of a file of another user's the kernel says yes in any case.
+
+        Args:
+            offset: a multiple of the page size.
+        """
+        flag = ctypes.c_ubyte()
+        for page in (offset, (offset + nbytes - 1) // _PAGE * _PAGE):
+            if self._libc.mincore(self.base + page, _PAGE, ctypes.byref(flag)) or not flag.value & 1:
+                return False
+        return True
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Fault the pages in, so that no request does. Linux before 5.14 cannot, and says no."""
