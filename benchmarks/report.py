@@ -49,5 +49,5 @@ def _machine() -> dict[str, Any]:
         import torch
 
         machine["gpu"] = torch.cuda.get_device_name()
-        machine["gpu_driver"] = driver.read_text().splitlines()[0]
+        machine["gpu_driver"] = driver.read_text().splitlines()[0].partition("  Release")[0]
     return machine

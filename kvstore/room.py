@@ -100,7 +100,7 @@ class SpaceRoom:
             return self._shared.cold_takes and self.tenant.evictable
         if self._shared.cold_takes and self._records.evictable:
             return True
-        return self._grows(self._shared.arena.num_extents)
+        return self._grows(self._shared.arena.num_extents) or self._extent_came()
 
     def may_come_from_others(self, held: int) -> bool:
         """Whether waiting may help though all that this space may evict has gone.
@@ -117,8 +117,7 @@ class SpaceRoom:
             return True
         if self.tenant.left(self.block_bytes) == 0:
             return self.tenant.evictable
-        shared = self._shared
-        return shared.free_extents > 0 or shared.may_reclaim(self) or self._grows(None)
+        return self._shared.may_reclaim(self) or self._grows(None) or self._extent_came()
 
     def _grows(self, extents: int | None) -> bool:
         """Whether the arena comes to have so many extents; None: all, page-locked as far as they will be."""
@@ -126,6 +125,11 @@ class SpaceRoom:
             return not self._shared.arena.wait_ready(extents, timeout=0.0)
         except MemoryUnavailableError:
             return False
+
+    def _extent_came(self) -> bool:
+        """Whether there is an extent to take after all. The arena may have grown since slots were asked for
+        in vain, so this is asked when it was seen not to grow any more."""
+        return self._shared.free_extents > 0
 
     def to_clean(self) -> Ids:
         """The blocks that will soon have to go and have no copy in the cold tier, coldest first.

@@ -26,9 +26,11 @@ from kvpager.tiers.errors import (
     ConfigError,
     IntegrityError,
     LayoutError,
+    MemoryUnavailableError,
     StaleHandleError,
 )
 from kvpager.tiers.layout import KVLayout
+from kvpager.tiers.pinned import PinnedArena
 
 SMALL = KVLayout(1, 1, 32, block_size=4, dtype="float32")  # 1 KiB, four to an extent
 LARGE = KVLayout(1, 1, 32, block_size=8, dtype="float32")  # 2 KiB, two to an extent
@@ -922,3 +924,32 @@ def test_blocks_are_written_and_read_where_they_lie() -> None:
         lease.release()
         with pytest.raises(ClosedError, match="released"):
             _ = lease.blocks
+
+
+def test_an_extent_that_comes_while_room_is_looked_for_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arena grows to its end between the search for a slot and the question whether it will grow."""
+    may_grow = threading.Event()
+    allocate = PinnedArena._try_allocate
+
+    def allocate_late(arena: PinnedArena, extent: int) -> MemoryUnavailableError | None:
+        if extent > 0:
+            assert may_grow.wait(30.0)
+        return allocate(arena, extent)
+
+    monkeypatch.setattr(PinnedArena, "_try_allocate", allocate_late)
+    with HostStore(2 * EXTENT, extent_bytes=EXTENT) as host:
+        host.arena.wait_ready(1)
+        take = host.arena.take_extent
+
+        def take_too_soon(timeout: float = 0.0) -> int | None:
+            taken = take(timeout)
+            if taken is None:
+                may_grow.set()
+                assert host.arena.wait_ready(2, timeout=30.0)
+            return taken
+
+        monkeypatch.setattr(host.arena, "take_extent", take_too_soon)
+        try:
+            assert put(host.space(SMALL), 0, 8, wait=30.0) == 8
+        finally:
+            may_grow.set()

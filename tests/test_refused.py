@@ -153,16 +153,16 @@ def test_an_engine_that_is_refused_leaves_its_cold_tier_open(
 
 @pytest.mark.parametrize(("wrong", "error"), named([*OF_AN_ENGINE, ({"host_bytes": 1 << 20}, ConfigError)]))
 def test_an_engine_that_is_refused_leaves_the_host_memory_of_others_open(
-    llama: Case, host: HostStore, wrong: dict[str, Any], error: type[KVPagerError]
+    llama: Case, wrong: dict[str, Any], error: type[KVPagerError]
 ) -> None:
     from kvpager.engine.llm import LLM
 
-    settings: dict[str, Any] = {"device": llama.device, "device_blocks": 8}
-    with pytest.raises(error):
-        LLM(llama.loaded, host=host, **(settings | wrong))
-    host.check_integrity()
-    if llama.device == "cpu":
-        LLM(llama.loaded, host=host, **settings).close()
+    with HostStore(1 << 20, device=llama.device) as host:
+        settings: dict[str, Any] = {"device": llama.device, "device_blocks": 8, "host": host}
+        with pytest.raises(error):
+            LLM(llama.loaded, **(settings | wrong))
+        host.check_integrity()
+        LLM(llama.loaded, **settings).close()
         host.check_integrity()
 
 
@@ -174,6 +174,8 @@ def test_an_engine_that_is_refused_leaves_a_connection_open(
 
     with Running(tmp_path / "socket", host) as sidecar, kvpager.connect(sidecar.path) as connection:
         settings: dict[str, Any] = {"device": llama.device, "device_blocks": 8, "host": connection}
+        if llama.device != "cpu":
+            connection.map_device(llama.device)
         with pytest.raises(error):
             LLM(llama.loaded, **(settings | wrong))
         assert not connection.closed
