@@ -163,9 +163,7 @@ def test_what_was_acknowledged_outlives_five_hundred_kills(
 ) -> None:
     acknowledged, right = survive(sidecar, 500, seed=2)
     with capsys.disabled():
-        print(
-            f"\n500 kills: {acknowledged:,} blocks acknowledged, all there after it; {right:,} reads, all right"
-        )
+        print(f"\n500 kills: {acknowledged:,} blocks acknowledged, none lost; {right:,} reads, all right")
 
 
 def holders_die(sidecar: Killable, rounds: int, seed: int) -> None:
