@@ -107,7 +107,8 @@ class SpaceRoom:
         return self._tell(self._records.evict(count, spare_dirty=spare_dirty))
 
     def may_come(self) -> bool:
-        """Whether waiting for more slots may help: the arena is growing, or blocks are being copied below."""
+        """Whether waiting for more slots may help: the arena is growing, or blocks are being copied below,
+        of this space or of one that would give it an extent."""
         if self.over_quota:
             return self._shared.cold_takes and self.tenant.evictable
         if self._shared.cold_takes and (self._records.evictable or self._comes_from_others):
@@ -146,8 +147,9 @@ class SpaceRoom:
     def to_clean(self) -> Ids:
         """The blocks that will soon have to go and have no copy in the cold tier, coldest first.
 
-        Those of an extent that another space wants, before all. Else as many of the coldest are looked at as the clean share does not have free; or as were asked for in
-        vain, since a share of a few slots may come to none.
+        Those of an extent that another space wants, before all. Else as many of the coldest are looked at as
+        the clean share does not have free; or as were asked for in vain, since a share of a few slots may
+        come to none.
         """
         shared, records = self._shared, self._records
         if self._extent_to_copy is not None:

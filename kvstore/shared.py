@@ -254,9 +254,9 @@ class HostShared:
         """Whose extents `asking` may have, who is furthest above its share first, and used until when.
 
         Only spaces that have extents count, and the one that asks. A tenant's share is its part of the arena,
-        by quotas; a space's is its part of that, or of what the tenant has if that is more. Other tenants give
-        what they have above their share, whatever `asking` has already: nobody else asks for it. So do spaces
-        of the same tenant, and then what they have not used since any block that `asking` holds.
+        by quotas; a space's is its part of that, or of what the tenant has if that is more. Other tenants
+        give what they have above their share, whatever `asking` has already: nobody else asks for it. So do
+        spaces of the same tenant, and then what they have not used since any block that `asking` holds.
 
         Args:
             up_to_share: nothing if `asking` has its share, and only of those above theirs.

@@ -382,7 +382,7 @@ class SlotRecords:
         return int(self._used_at[coldest[0]]) if len(coldest) else None
 
     def oldest_use(self) -> int | None:
-        """When the committed block that is longest unused, leased or not, was last used; None: there is none."""
+        """When the committed block that is longest unused, leased or not, was last used; None: none is."""
         committed = self._state == _COMMITTED
         return int(self._used_at[committed].min()) if committed.any() else None
 

@@ -2,8 +2,8 @@
 
 A tenant's blocks lie in spaces of its own, so no other finds them. Its *quota* bounds the bytes of its
 blocks, reserved ones included: at it, a tenant makes room among its own blocks, coldest first. Extents are
-what tenants take from each other: one that has less than its *share* of the arena may have what nobody leases
-of one that has more.
+what tenants take from each other: what one has above its *share* of the arena, and nobody leases, others may
+have (`HostShared.reclaim_extent`).
 """
 
 from __future__ import annotations
