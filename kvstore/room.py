@@ -30,6 +30,7 @@ class SpaceRoom:
     Attributes:
         tenant, block_bytes: as given.
         over_quota: whether the tenant's quota was what lacked when slots were asked for last.
+        waiting: how many callers wait for more slots than are free.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SpaceRoom:
         self.tenant = tenant
         self.block_bytes = block_bytes
         self.over_quota = False
+        self.waiting = 0
         self._short = 0
         """Slots that were asked for last and not to be had."""
         self._look_again = 0

@@ -49,6 +49,11 @@ class ExtentHolder(Protocol):
         ...
 
     @property
+    def waiting(self) -> int:
+        """How many callers wait until it has more free slots than it has."""
+        ...
+
+    @property
     def may_have_empty(self) -> bool:
         """Whether an extent of it may hold nothing."""
         ...
@@ -233,8 +238,9 @@ class HostShared:
         Args:
             before: only up to the share of `asking`, and what was last used before this tick.
         """
-        others = [space for space in self._holders if space is not asking and space.may_have_empty]
-        if any(space.yield_extent(_FIRST_TICK) for space in others):
+        # What somebody waits with for more is not idle.
+        idle = (one for one in self._holders if one is not asking and not one.waiting and one.may_have_empty)
+        if any(space.yield_extent(_FIRST_TICK) for space in idle):
             return True
         if before is not None:
             return any(donor.yield_extent(before) for donor, _ in self._donors(asking, up_to_share=True))
@@ -278,7 +284,10 @@ class HostShared:
             if space is asking:
                 continue
             if space.tenant is mine:
-                (above if len(space.extents) > part else within).append(space)
+                if len(space.extents) > part:
+                    above.append(space)
+                elif not space.waiting:
+                    within.append(space)
             elif others_give and held[space.tenant] > shares[space.tenant]:
                 above.append(space)
         for some in (above, within):

@@ -296,7 +296,11 @@ class HostSpace(SlotSpace):
                 shared.changed.notify_all()
                 if at_once:
                     return None
-                shared.changed.wait(min(left, _ROOM_POLL_SECONDS))
+                self._room.waiting += 1
+                try:
+                    shared.changed.wait(min(left, _ROOM_POLL_SECONDS))
+                finally:
+                    self._room.waiting -= 1
                 shared.check_open()
             chosen = wanted[: len(granted)]
             status[chosen] = _NEW

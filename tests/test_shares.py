@@ -1,8 +1,9 @@
-"""What spaces of one host store give each other: extents, by shares, and none is withheld that nobody uses."""
+"""What spaces of a host store give each other: extents, by shares, and none is withheld that nobody uses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.space import HostSpace
-from kvpager.tests.raw_client import LAYOUT, names
+from kvpager.tests.raw_client import LAYOUT, await_true, names
 from kvpager.tests.troubled_disk import TroubledDisk
 from kvpager.tiers.cold import ColdStatus, ColdTier
 from kvpager.tiers.layout import KVLayout
@@ -168,6 +169,20 @@ def test_a_batch_waits_for_copies_of_several_extents(tmp_path: Path) -> None:
         fill(full, 0, 32)
         assert fill(late, 0, 16, wait=LONG) == 16
         assert store.stats.dropped == 0
+
+
+def test_what_has_come_for_a_batch_is_not_given_away_while_it_waits_for_the_rest(tmp_path: Path) -> None:
+    cold = TroubledDisk(tmp_path)
+    with eight_extents(cold) as store, ThreadPoolExecutor(1) as threads:
+        full, late, other = store.space(LAYOUT), store.space(WIDE), store.space(LAYOUT, shard="b")
+        fill(full, 0, 32)
+        cold.pause = 0.2
+        batch = threads.submit(fill, late, 0, 8, LONG)
+        await_true(lambda: len(late.extents) == 2)
+        assert fill(other, 0, 1) == 0
+        assert not batch.done()
+        assert batch.result() == 8
+        assert extents(full, late, other) == [4, 4, 0]
 
 
 def test_nobody_waits_for_copies_that_the_cold_tier_does_not_take(tmp_path: Path) -> None:
