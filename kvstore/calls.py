@@ -133,7 +133,8 @@ class SpaceCalls(SlotOwner, Protocol):
         ...
 
     def evict(self, count: int) -> int:
-        """Let go of up to `count` blocks that nobody holds, coldest first; returns how many went."""
+        """Let go of up to `count` blocks that nobody holds, coldest first, copied to the cold tier or not;
+        returns how many went."""
         ...
 
     def room_may_come(self, held: int) -> bool:

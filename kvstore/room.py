@@ -30,6 +30,7 @@ class SpaceRoom:
     Attributes:
         tenant, block_bytes: as given.
         over_quota: whether the tenant's quota was what lacked when slots were asked for last.
+        waiting: how many callers wait for more slots than are free.
     """
 
     def __init__(
@@ -41,9 +42,16 @@ class SpaceRoom:
         self.tenant = tenant
         self.block_bytes = block_bytes
         self.over_quota = False
+        self.waiting = 0
         self._short = 0
         """Slots that were asked for last and not to be had."""
         self._look_again = 0
+        self._comes_from_others = False
+        """Whether somebody else's extent is being copied below, to be given to this space."""
+        self._to_copy = 0
+        """Blocks that should be copied below next, since the tenant needs room for others."""
+        self._extent_to_copy: int | None = None
+        """An extent that should be copied below next, since another space wants it."""
 
     @property
     def extents(self) -> AbstractSet[int]:
@@ -84,6 +92,12 @@ class SpaceRoom:
         slots = records.take(allowed)
         self._short = count - len(slots)
         self.over_quota = len(slots) == allowed < count
+        self._comes_from_others = False
+        if self._short and shared.cold_takes:
+            if self.over_quota:
+                self.tenant.copy_ahead(self._short * self.block_bytes)
+            else:
+                self._comes_from_others = shared.copy_extent_for(self)
         return slots
 
     def evict(self, count: int, *, spare_dirty: bool) -> int:
@@ -95,10 +109,11 @@ class SpaceRoom:
         return self._tell(self._records.evict(count, spare_dirty=spare_dirty))
 
     def may_come(self) -> bool:
-        """Whether waiting for more slots may help: the arena is growing, or blocks are being copied below."""
+        """Whether waiting for more slots may help: the arena is growing, or blocks are being copied below,
+        of this space or of one that would give it an extent."""
         if self.over_quota:
             return self._shared.cold_takes and self.tenant.evictable
-        if self._shared.cold_takes and self._records.evictable:
+        if self._shared.cold_takes and (self._records.evictable or self._comes_from_others):
             return True
         return self._grows(self._shared.arena.num_extents) or self._extent_came()
 
@@ -134,17 +149,52 @@ class SpaceRoom:
     def to_clean(self) -> Ids:
         """The blocks that will soon have to go and have no copy in the cold tier, coldest first.
 
-        As many of the coldest are looked at as the clean share does not have free; or as were asked for in
-        vain, since a share of a few slots may come to none.
+        Those of an extent that another space wants, before all. Else as many of the coldest are looked at as
+        the clean share does not have free; or as were asked for in vain, since a share of a few slots may
+        come to none.
         """
         shared, records = self._shared, self._records
+        if self._extent_to_copy is not None:
+            dirty = records.dirty_in(self._extent_to_copy)
+            self._extent_to_copy = None
+            if len(dirty):
+                return dirty
         unassigned = shared.unassigned
         slots = (len(records.extents) + unassigned) * records.slots_per_extent
         free = records.free + unassigned * records.slots_per_extent
         if (left := self.tenant.left(self.block_bytes)) is not None:
             free = min(free, left)
             slots = min(slots, left + self.blocks)
-        return records.to_clean(max(int(slots * shared.clean_ahead) - free, self._short))
+        ahead = max(int(slots * shared.clean_ahead) - free, self._short, self._to_copy)
+        self._to_copy = 0
+        return records.to_clean(ahead)
+
+    def copy_ahead(self, count: int) -> None:
+        """Have the `count` coldest blocks copied to the cold tier next, so that they may go."""
+        self._to_copy = max(self._to_copy, count)
+
+    @property
+    def may_have_empty(self) -> bool:
+        """Whether an extent may hold nothing: as many slots are free as one has."""
+        return self._records.free >= self._records.slots_per_extent
+
+    def oldest_use(self) -> int | None:
+        """When the block that is longest unused, leased or not, was last used; None where there is none."""
+        return self._records.oldest_use()
+
+    def copy_extent(self, before: int | None) -> bool:
+        """Have what `yield_extent` would empty copied to the cold tier first; whether there is something.
+
+        Args:
+            before: only if it was last used before this tick.
+        """
+        if self._records.cleaning:
+            return True
+        oldest = self._records.oldest_extent(spare_dirty=False)
+        if oldest is None or (before is not None and oldest.used_at >= before):
+            return False
+        self._extent_to_copy = oldest.extent
+        return True
 
     def yield_extent(self, before: int | None) -> bool:
         """Give the longest unused extent that may be emptied back, for another space.

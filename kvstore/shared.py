@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 _COLD_RETRY_SECONDS: Final = 1.0
 _LOADERS: Final = 2
+_FIRST_TICK: Final = 1
+"""Blocks were used at this tick or later; an extent that was used before holds none."""
 
 
 class ExtentHolder(Protocol):
@@ -46,8 +48,26 @@ class ExtentHolder(Protocol):
         """Whose space it is."""
         ...
 
+    @property
+    def waiting(self) -> int:
+        """How many callers wait until it has more free slots than it has."""
+        ...
+
+    @property
+    def may_have_empty(self) -> bool:
+        """Whether an extent of it may hold nothing."""
+        ...
+
+    def oldest_use(self) -> int | None:
+        """When the block that is longest unused, leased or not, was last used; None where there is none."""
+        ...
+
     def yield_extent(self, before: int | None) -> bool:
         """Empty an extent and give it back; False where none can be, or was last used before `before`."""
+        ...
+
+    def copy_extent(self, before: int | None) -> bool:
+        """Have what `yield_extent` would empty copied to the cold tier first; whether there is something."""
         ...
 
 
@@ -213,45 +233,77 @@ class HostShared:
         self._taken -= 1
 
     def reclaim_extent(self, asking: ExtentHolder, before: int | None = None) -> bool:
-        """Free the longest unused extent of the largest space that may be asked, see `_donors`.
+        """Free an extent of another space: an empty one, else one of whom `_donors` tells.
 
         Args:
-            before: only an extent that was last used before this tick.
+            before: only up to the share of `asking`, and what was last used before this tick.
         """
-        donors = self._donors(asking)
-        donors.sort(key=lambda space: len(space.extents), reverse=True)
-        return any(donor.yield_extent(before) for donor in donors)
+        # What somebody waits with for more is not idle.
+        idle = (one for one in self._holders if one is not asking and not one.waiting and one.may_have_empty)
+        if any(space.yield_extent(_FIRST_TICK) for space in idle):
+            return True
+        if before is not None:
+            return any(donor.yield_extent(before) for donor, _ in self._donors(asking, up_to_share=True))
+        return any(donor.yield_extent(until) for donor, until in self._donors(asking))
+
+    def copy_extent_for(self, asking: ExtentHolder) -> bool:
+        """Have an extent that would be given to `asking` copied below first; whether there is one."""
+        return any(donor.copy_extent(until) for donor, until in self._donors(asking))
 
     def may_reclaim(self, asking: ExtentHolder) -> bool:
-        """Whether an extent of another space would be given to `asking`, were it empty."""
-        return bool(self._donors(asking))
+        """Whether another space has more than its share, so that `asking` would be given what idles of it."""
+        return any(until is None for _, until in self._donors(asking))
 
-    def _donors(self, asking: ExtentHolder) -> list[ExtentHolder]:
-        """The spaces that have extents which `asking` may have; none if it has its share itself.
+    def _donors(
+        self, asking: ExtentHolder, *, up_to_share: bool = False
+    ) -> list[tuple[ExtentHolder, int | None]]:
+        """Whose extents `asking` may have, who is furthest above its share first, and used until when.
 
-        A space's share is its part of its tenant's share. A tenant's is its part of the arena, by quotas;
-        what it has beyond that others may have that lack some of theirs.
+        Only spaces that have extents count, and the one that asks. A tenant's share is its part of the arena,
+        by quotas; a space's is its part of that, or of what the tenant has if that is more. Other tenants
+        give what they have above their share, whatever `asking` has already: nobody else asks for it. So do
+        spaces of the same tenant, and then what they have not used since any block that `asking` holds.
+
+        Args:
+            up_to_share: nothing if `asking` has its share, and only of those above theirs.
         """
+        active = [space for space in self._holders if space.extents or space is asking]
         mine = asking.tenant
-        shares = self._shares()
-        if len(asking.extents) >= max(1, int(shares[mine]) // mine.spaces):
-            return []
-        held = dict.fromkeys(shares, 0)
-        for space in self._holders:
+        shares = self._shares({space.tenant for space in active})
+        held, spaces = dict.fromkeys(shares, 0), dict.fromkeys(shares, 0)
+        for space in active:
             held[space.tenant] += len(space.extents)
-        lacks = held[mine] < max(1.0, shares[mine])
-        return [
-            space
-            for space in self._holders
-            if space is not asking
-            and space.extents
-            and (space.tenant is mine or (lacks and held[space.tenant] > shares[space.tenant]))
-        ]
+            spaces[space.tenant] += 1
+        part = max(1, int(max(shares[mine], held[mine]) / spaces[mine]))
+        if up_to_share and len(asking.extents) >= part:
+            return []
+        others_give = not up_to_share or held[mine] < max(1.0, shares[mine])
+        above: list[ExtentHolder] = []
+        within: list[ExtentHolder] = []
+        for space in active:
+            if space is asking:
+                continue
+            if space.tenant is mine:
+                if len(space.extents) > part:
+                    above.append(space)
+                elif not space.waiting:
+                    within.append(space)
+            elif others_give and held[space.tenant] > shares[space.tenant]:
+                above.append(space)
+        for some in (above, within):
+            some.sort(
+                key=lambda one: len(one.extents) - shares[one.tenant] / spaces[one.tenant], reverse=True
+            )
+        donors: list[tuple[ExtentHolder, int | None]] = [(space, None) for space in above]
+        if within and not up_to_share:
+            # Else one whose blocks are all leased would bit by bit get what another goes on using.
+            until = asking.oldest_use()
+            donors += [(space, self.clock + 1 if until is None else until) for space in within]
+        return donors
 
-    def _shares(self) -> dict[Tenant, float]:
-        """Extents that each tenant with a space should have: by quotas, without one as if by all there is."""
+    def _shares(self, tenants: AbstractSet[Tenant]) -> dict[Tenant, float]:
+        """Extents that each of these should have: by quotas, without one as if by all there is."""
         whole = self.arena.num_extents * self.arena.extent_bytes
-        tenants = {space.tenant for space in self._holders}
         quotas = {one: whole if one.quota is None else min(one.quota, whole) for one in tenants}
         return {one: self.arena.num_extents * quotas[one] / sum(quotas.values()) for one in tenants}
 

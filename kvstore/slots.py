@@ -381,6 +381,11 @@ class SlotRecords:
         coldest = self._policy.coldest(1)
         return int(self._used_at[coldest[0]]) if len(coldest) else None
 
+    def oldest_use(self) -> int | None:
+        """When the committed block that is longest unused, leased or not, was last used; None: none is."""
+        committed = self._state == _COMMITTED
+        return int(self._used_at[committed].min()) if committed.any() else None
+
     def evict(self, count: int, *, spare_dirty: bool) -> Evicted:
         """Let up to `count` blocks go, coldest first, none that is being copied to the cold tier.
 
@@ -484,6 +489,13 @@ class SlotRecords:
             if held.any():
                 slots = np.fromiter(self.index.values(), np.int32, len(self.index))[::-1]
                 dirty = np.concatenate([dirty, slots[held[slots]][: limit - len(dirty)]])
+        return dirty
+
+    def dirty_in(self, extent: int) -> Ids:
+        """The committed blocks of an extent that have no copy in the cold tier."""
+        first = extent * self.slots_per_extent
+        slots = np.arange(first, first + self.slots_per_extent, dtype=np.int32)
+        dirty: Ids = slots[(self._state[slots] == _COMMITTED) & ~self.in_cold[slots] & ~self._cleaning[slots]]
         return dirty
 
     def start_cleaning(self, slots: Ids) -> None:

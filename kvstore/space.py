@@ -227,7 +227,8 @@ class HostSpace(SlotSpace):
 
         Args:
             hashes: the blocks' names; a name twice is PENDING the second time.
-            wait: seconds to wait for room that the background writer is making.
+            wait: seconds to wait for room that the background writer is making, here or in a space that is to
+                give some.
 
         Raises:
             ConfigError: a hash is not 16 bytes.
@@ -295,7 +296,11 @@ class HostSpace(SlotSpace):
                 shared.changed.notify_all()
                 if at_once:
                     return None
-                shared.changed.wait(min(left, _ROOM_POLL_SECONDS))
+                self._room.waiting += 1
+                try:
+                    shared.changed.wait(min(left, _ROOM_POLL_SECONDS))
+                finally:
+                    self._room.waiting -= 1
                 shared.check_open()
             chosen = wanted[: len(granted)]
             status[chosen] = _NEW
@@ -460,7 +465,10 @@ class HostSpace(SlotSpace):
                 self._shared.hints_under_way -= 1
 
     def evict(self, count: int) -> int:
-        """Let go of up to `count` blocks, coldest first, copied to the cold tier or not.
+        """Let go of up to `count` blocks, coldest first, whether they were copied to the cold tier or not.
+
+        It does not wait for copies: what `flush` or the background writer has not copied yet is lost, and
+        counts as ``dropped``.
 
         Returns:
             how many went.

@@ -2,8 +2,8 @@
 
 A tenant's blocks lie in spaces of its own, so no other finds them. Its *quota* bounds the bytes of its
 blocks, reserved ones included: at it, a tenant makes room among its own blocks, coldest first. Extents are
-what tenants take from each other: one that has less than its *share* of the arena may have what nobody leases
-of one that has more.
+what tenants take from each other: what one has above its *share* of the arena, and nobody leases, others may
+have (`HostShared.reclaim_extent`).
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ class TenantRoom(Protocol):
         """Let go of up to `count` blocks, coldest first; returns how many went."""
         ...
 
+    def copy_ahead(self, count: int) -> None:
+        """Have the `count` coldest blocks copied to the cold tier next, so that they may go."""
+        ...
+
 
 class Tenant:
     """One tenant of a host store. Used with the store's lock held.
@@ -86,11 +90,6 @@ class Tenant:
     def join(self, room: TenantRoom) -> None:
         """A space of it was opened."""
         self._rooms.append(room)
-
-    @property
-    def spaces(self) -> int:
-        """Spaces that it has."""
-        return len(self._rooms)
 
     @property
     def blocks(self) -> int:
@@ -129,11 +128,20 @@ class Tenant:
 
     def _evict(self, over: int, *, spare_dirty: bool) -> bool:
         """Let blocks go of the space whose coldest is coldest, else of the next; whether any went."""
+        return any(room.evict(count, spare_dirty=spare_dirty) for room, count in self._parts(over))
+
+    def copy_ahead(self, size: int) -> None:
+        """Have so many bytes of blocks copied to the cold tier next, so that `make_room` may let them go."""
+        for room, count in self._parts(size):
+            room.copy_ahead(count)
+
+    def _parts(self, size: int) -> list[tuple[TenantRoom, int]]:
+        """How many blocks of each space make up so many bytes, the space first whose coldest is coldest."""
         ranked = [(used_at, room) for room in self._rooms if (used_at := room.coldest_use()) is not None]
         ranked.sort(key=lambda one: one[0])
         # Spaces of several shards are used in step: not all of what must go is the coldest one's.
-        part = -(-over // len(ranked)) if ranked else over
-        return any(room.evict(-(-part // room.block_bytes), spare_dirty=spare_dirty) for _, room in ranked)
+        part = -(-size // len(ranked)) if ranked else size
+        return [(room, -(-part // room.block_bytes)) for _, room in ranked]
 
     def snapshot(self) -> dict[str, Any]:
         """Its counters, and how much it has: ``blocks``, ``bytes``, ``quota`` (0: none)."""
