@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import kvpager
+import msgpack
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -253,6 +254,15 @@ def test_a_first_frame_that_is_none_is_told_so_and_ends_it(running: Running, fir
                 stranger.receive()
     with raw(running) as client:
         assert counts(client)["refused"] == 1
+
+
+def test_a_first_frame_that_cannot_be_made_out_is_refused_by_its_id(running: Running) -> None:
+    body = msgpack.packb([0, 6, 1, ["kvpager"]])
+    with raw(running, greet=False) as stranger:
+        stranger.socket.sendall(struct.pack("<I", len(body)) + body)
+        frame = stranger.receive()
+        assert isinstance(frame, Failure)
+        assert (frame.id, "Hello" in str(frame.error)) == (6, True)
 
 
 def test_a_hello_in_single_bytes_is_understood(running: Running) -> None:
@@ -932,8 +942,11 @@ def test_a_sidecar_that_stops_takes_what_was_reserved_and_nothing_new(
         await_true(lambda: running.sidecar._service.draining)
         with pytest.raises(ServiceUnavailableError):
             space.put(names(10, 1), blocks(1))
-        with pytest.raises((ConnectionRefusedError, ConnectionResetError, EOFError)):
-            raw(running)
+        for _ in range(2):
+            with pytest.raises(ServiceUnavailableError, match="being stopped"):
+                raw(running)
+        with pytest.raises(AccessDeniedError):
+            raw(running, token="b" * 16)
         reservation.blocks[1][:] = 7
         reservation.commit()
         stopping.join(20)
