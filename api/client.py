@@ -403,7 +403,7 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, or this is a forked child, which has none of its parent's connections."""
+        """Whether `close` was called, or this is a forked child, where it is the parent's."""
         return self._closing.is_set()
 
     @property

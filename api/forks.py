@@ -1,7 +1,7 @@
 """What a forked child finds of its parent's connections: they are closed there.
 
-A child has the parent's socket, and none of its threads: whatever it said would end what the parent holds, and
-whatever it read the parent would not.
+A child has the parent's socket, and none of its threads: whatever it said would end what the parent holds,
+and whatever it read the parent would not.
 Sources: Linux manual pages fork(2), epoll(7).
 """
 

@@ -79,7 +79,8 @@ reservation.commit()
 lease.release()
 assert len(space.match(names(10, 2))) == 2
 connection.close()
-in_child(lambda: tried(lambda: space.match(names(0, 1))) == "the connection to the sidecar was closed" or 1 / 0)
+told = tried(lambda: space.match(names(0, 1)))
+in_child(lambda: told == tried(connection.stats) == "the connection to the sidecar was closed" or 1 / 0)
 """
 
 _ON_A_LOOP = """

@@ -68,7 +68,7 @@ from kvpager.tiers.errors import (
 from kvpager.tiers.layout import KVLayout
 
 SIZE = LAYOUT.block_bytes
-TOKEN = "a token for tests"
+TOKEN = "a-token-for-tests"
 OTHER = b"o" * 16
 LISTEN = ["--listen", "127.0.0.1:0", "--token-file", "TOKEN"]
 NEW, PRESENT, PENDING, DENIED = (int(one) for one in ReserveStatus)
@@ -1028,7 +1028,14 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
             read_tokens("--token-file", path)
     path.chmod(0o600)
     assert read_tokens("--token-file", path) == {TOKEN: None}
-    for content in (b"", b"short\n", b"x" * 5000, b"\xff" * 20, b"two lines of\ntext in the file"):
+    for content in (
+        b"",
+        b"\n# none yet\n",
+        b"short\n",
+        b"x" * 5000,
+        b"\xff" * 20,
+        b"two lines of\ntext in the file",
+    ):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="--token-file: "):
             read_tokens("--token-file", path)
@@ -1036,6 +1043,17 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         read_tokens("--token-file", tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="--token-file: "):
         read_tokens("--token-file", tmp_path)
+
+
+def test_a_key_that_others_can_read_is_refused(authority: Authority) -> None:
+    files = authority.certificate(file="open")
+    for mode in (0o644, 0o640, 0o604, 0o620, 0o602):
+        files.key.chmod(mode)
+        with pytest.raises(ConfigError, match=r"--tls-key: .* chmod 600"):
+            server_tls(files.certificate, files.key)
+    files.key.chmod(0o400)
+    files.certificate.chmod(0o644)
+    server_tls(files.certificate, files.key)
 
 
 @pytest.mark.parametrize(
@@ -1105,9 +1123,9 @@ def test_a_token_in_the_environment_or_a_file_lets_clients_in(
 ) -> None:
     monkeypatch.setenv("KVPAGER_TOKEN", TOKEN)
     token = tmp_path / "token"
-    token.write_text("the token of the file\n")
+    token.write_text("the-token-of-the-file\n")
     token.chmod(0o600)
-    for options, said in (([], TOKEN), ([f"--token-file={token}"], "the token of the file")):
+    for options, said in (([], TOKEN), ([f"--token-file={token}"], "the-token-of-the-file")):
         port = free_port()
         with ServeProcess(tmp_path / "socket", f"--listen=localhost:{port}", *options) as serving:
             with kvpager.connect(f"kvpager://localhost:{port}", token=said, timeout=5.0) as client:
