@@ -246,8 +246,8 @@ def server_tls(certificate: str | os.PathLike[str], key: str | os.PathLike[str])
         with open(files["--tls-cert"], "rb"):
             pass
     except OSError as error:
-        reason = f"{files['--tls-cert']} cannot be read: {error.strerror}"
-        raise ConfigError("--tls-cert", reason) from error
+        unread = f"{files['--tls-cert']} cannot be read: {error.strerror}"
+        raise ConfigError("--tls-cert", unread) from error
     check_secret_file("--tls-key", files["--tls-key"])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
