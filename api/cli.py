@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Final
 
@@ -17,6 +21,7 @@ __all__ = ["main"]
 
 _COMMANDS: Final = ("demo", "serve", "doctor")
 """Each is a module beside this one, with an `add_parser`."""
+_INTERRUPTED: Final = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,16 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         the exit code: 0 done, 1 it failed and said why, 2 wrong usage, 130 interrupted.
     """
-    parser = argparse.ArgumentParser(
-        prog="kvpager", description="A tiered KV-cache offload service for LLM inference."
-    )
-    parser.add_argument("--version", action="version", version=f"kvpager {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    given = sys.argv[1:] if arguments is None else arguments
-    # A sidecar that is started again does not import what looks at the machine.
-    for name in given[:1] if given[:1] and given[0] in _COMMANDS else _COMMANDS:
-        import_module(f".{name}", __package__).add_parser(commands)
-    options = parser.parse_args(given)
+    with _interrupted_at_once():
+        options = _options(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         code: int = options.run(options)
@@ -43,8 +40,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvpager {options.command}: {said}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
     return code
+
+
+def _options(given: Sequence[str]) -> argparse.Namespace:
+    """What is asked for, with the command that does it, whose imports take a while."""
+    parser = argparse.ArgumentParser(
+        prog="kvpager", description="A tiered KV-cache offload service for LLM inference."
+    )
+    parser.add_argument("--version", action="version", version=f"kvpager {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True)
+    # A sidecar that is started again does not import what looks at the machine.
+    for name in given[:1] if given[:1] and given[0] in _COMMANDS else _COMMANDS:
+        import_module(f".{name}", __package__).add_parser(commands)
+    return parser.parse_args(given)
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Nothing is there yet that an interruption (Ctrl-C) would have to end: it ends the process, and quietly.
+
+    An exception might be raised in the midst of any import, and come out of it as another one.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # somebody else's business, or ignored (nohup)
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 if __name__ == "__main__":

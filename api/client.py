@@ -49,6 +49,7 @@ from .client_shell import (
 from .client_space import AbsentArena, ClientSpace, Lost
 from .device_maps import DeviceMaps
 from .endpoint import Endpoint, endpoint_of
+from .forks import WAS_CLOSED, close_in_children
 from .holdings import Handles
 from .inline_asks import Steps
 from .inline_space import InlineSpace
@@ -193,6 +194,8 @@ class Connection:
         """Why a caller found the connection of no use any more."""
         self._refused: KVPagerError | None = None
         self._closing = threading.Event()
+        self._why_closed = WAS_CLOSED
+        close_in_children(self)
         self._thread = threading.Thread(target=self._run, name="kvpager-client", daemon=True)
         self._thread.start()
 
@@ -212,7 +215,7 @@ class Connection:
         tenant = self.tenant if tenant is None else check_tenant("tenant", tenant)
         with self._opening:
             with self._lock:
-                self._check_open()
+                self.check_open()
                 space, is_new = self.core.space(layout, shard, tenant)
                 opening = self.core.opening(space)
             if is_new:
@@ -234,7 +237,7 @@ class Connection:
             ConfigError: it cannot be called.
             ClosedError: the connection was closed.
         """
-        self._check_open()
+        self.check_open()
         return self._subscriptions.add(listener)
 
     def subscribe_lost(self, listener: LostListener) -> Callable[[], None]:
@@ -324,7 +327,7 @@ class Connection:
         """
         message = report_of(report)
         with self._lock:
-            self._check_open()
+            self.check_open()
             self.core.report(message)
             self._write()
 
@@ -338,7 +341,7 @@ class Connection:
             ConfigError: it cannot be called.
             ClosedError: the connection was closed.
         """
-        self._check_open()
+        self.check_open()
         return self._commands.listen(listener)
 
     def map_device(self, device: str | None = None) -> None:
@@ -359,7 +362,7 @@ class Connection:
             NotInPlaceError: the sidecar was reached over TCP.
             ClosedError: the connection was closed.
         """
-        self._check_open()
+        self.check_open()
         self._maps.map(self.core.arena, device)
 
     def close(self, *, drain: float = 0.0) -> None:
@@ -400,7 +403,7 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether `close` was called, or this is a forked child, where it is the parent's."""
         return self._closing.is_set()
 
     @property
@@ -449,11 +452,16 @@ class Connection:
             self._changed.wait_for(
                 lambda: self.core.ready or self._refused is not None or self.closed, seconds
             )
-            self._check_open()
+            self.check_open()
             if not self.core.ready:
                 raise self._refused or self.core.unavailable
 
     # For its spaces
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` after `close`, and in a forked child."""
+        if self._closing.is_set():
+            raise ClosedError(self._why_closed)
 
     def ask(self, ask: Ask[_T]) -> _T:
         """Make a request and wait for what becomes of it."""
@@ -566,7 +574,7 @@ class Connection:
     def release(self, space: ClientSpace, handles: Handles) -> int:
         """End leases; returns how many were not held."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             refused = self.core.release(space, handles)
             self._write()
         return refused
@@ -574,7 +582,7 @@ class Connection:
     def abort(self, space: ClientSpace, handles: Handles) -> int:
         """Reserved slots will not be written; returns how many were not reserved."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             refused = self.core.abort(space, handles)
             self._write()
         return refused
@@ -582,7 +590,7 @@ class Connection:
     def commit(self, space: ClientSpace, handles: Handles, *, lenient: bool = False) -> int:
         """Reserved slots are written; returns how many were not reserved."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             written, refused = self.core.start_commit(space, handles)
         if len(written):
             self.ask(self.core.committing(space, written, lenient=lenient))
@@ -591,7 +599,7 @@ class Connection:
     def start_commit(self, space: ClientSpace, handles: Handles) -> tuple[Handles, int]:
         """Those of these that are reserved, to be committed now, and how many are not."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             return self.core.start_commit(space, handles)
 
     def give_up(self, space: ClientSpace, handles: Handles) -> None:
@@ -616,6 +624,23 @@ class Connection:
         except StopIteration as end:
             return cast(_T, end.value)
 
+    def leave_to(self, why: str) -> None:
+        """In a forked child: it is the parent's, and closed here. See `close_in_children`."""
+        # Threads that are not here may have had them.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._opening, self._sending = threading.Lock(), threading.Lock()
+        if self._closing.is_set():
+            return
+        self._why_closed = why
+        self._closing = threading.Event()
+        self._closing.set()
+        self.core.ready = False
+        connected, self._socket = self._socket, None
+        if connected is not None:
+            connected.close()  # this process's descriptor of it
+        self._turns.close()
+
     # Inside
 
     def _answer_command(self, given: GivenCommand, count: int, problem: str) -> None:
@@ -627,14 +652,10 @@ class Connection:
     def _start(self, ask: Ask[_T], notify: Callable[[], object]) -> Call[_T]:
         frame = self.core.frame_of(ask)
         with self._lock:
-            self._check_open()
+            self.check_open()
             call = self.core.start(ask, frame, notify)
             self._write()
         return call
-
-    def _check_open(self) -> None:
-        if self._closing.is_set():
-            raise ClosedError("the connection to the sidecar was closed")
 
     def _listen(self, on: bool) -> None:
         with self._lock:

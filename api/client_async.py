@@ -59,6 +59,7 @@ from .client_space import AbsentArena, ClientSpace, Lost, device_delta, not_here
 from .copies import BufferedReservation, CopiedLease, fill_buffer, read_copies, rows_of
 from .device_maps import DeviceMaps
 from .endpoint import Endpoint, endpoint_of
+from .forks import WAS_CLOSED, close_in_children
 from .holdings import Handles
 from .inline_asks import InlineAsks, Steps
 from .messages import Purged
@@ -132,6 +133,7 @@ class AsyncConnection:
         self._maps = DeviceMaps()
         self.mover = HostMover()
         self.closed = False
+        self._why_closed = WAS_CLOSED
         self._on_lost = on_lost
         self._place = memoryview(bytearray(READ_BYTES))
         self._events = EventStream()
@@ -146,6 +148,7 @@ class AsyncConnection:
         self._changed = asyncio.Event()
         self._ended: asyncio.Future[KVPagerError] | None = None
         self._refused: KVPagerError | None = None
+        close_in_children(self)
         self._task = self._loop.create_task(self._run())
 
     async def space(self, layout: KVLayout, *, shard: str = "", tenant: str | None = None) -> AsyncSpace:
@@ -219,7 +222,7 @@ class AsyncConnection:
         self.closed = True
         self._task.cancel()
         await asyncio.wait([self._task])
-        self.core.disconnected(ClosedError("the connection to the sidecar was closed"))
+        self.core.disconnected(ClosedError(WAS_CLOSED))
         self._changed.set()
         await asyncio.to_thread(self._maps.close)
         self.mover.close()
@@ -274,9 +277,9 @@ class AsyncConnection:
     # For its spaces
 
     def check_open(self) -> None:
-        """Raise `ClosedError` after `close`."""
+        """Raise `ClosedError` after `close`, and in a forked child."""
         if self.closed:
-            raise ClosedError("the connection to the sidecar was closed")
+            raise ClosedError(self._why_closed)
 
     async def ask(self, ask: Ask[_T]) -> _T:
         """Make a request and wait for what becomes of it."""
@@ -364,6 +367,16 @@ class AsyncConnection:
         self._writing = writing
         if self.core.overflowing:
             self._end(ServiceUnavailableError("the sidecar does not read what it is sent"))
+
+    def leave_to(self, why: str) -> None:
+        """In a forked child: it is the parent's, and closed here. See `close_in_children`."""
+        if self.closed:
+            return
+        self.closed, self._why_closed = True, why
+        self.core.ready = False
+        connected, self._socket = self._socket, None
+        if connected is not None:
+            connected.close()  # not the loop's business: what it watches with is the parent's, too
 
     # Inside
 

@@ -142,7 +142,7 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self._frames.extend(self._reader.feed(self._small[:nbytes]))
         except ProtocolError as error:
-            self._refuse(0, error)
+            self._refuse(self._reader.refused, error)
             return
         self._take_turn()
 

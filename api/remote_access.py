@@ -20,7 +20,7 @@ from typing import Any, Final
 from ..kvstore.tenants import check_tenant
 from ..tiers.errors import AccessDeniedError, ConfigError
 from ..tiers.settings import expect_integer, expect_path, expect_text, expect_type, shown
-from .secret_file import read_secret_file
+from .secret_file import check_secret_file, read_secret_file
 
 __all__ = [
     "LEAST_TOKEN",
@@ -192,11 +192,12 @@ def read_tokens(setting: str, path: str | os.PathLike[str]) -> dict[str, frozens
     """The tokens in a file, and the tenants that each is for; None: for all.
 
     A line is a token that is for all, or ``TENANT:TOKEN``; a token may stand in several of these. White space
-    around a line is no part of it. A token in such a file has no colon.
+    around a line is no part of it. A token in such a file has no colon and no white space. Lines that are
+    empty or begin with ``#`` say nothing.
 
     Raises:
-        ConfigError: the file cannot be read, others than its owner can read it, a line is no token, or there
-            is none.
+        ConfigError: the file cannot be read, others than its owner can read it, a line is none of these
+            (which is told by its number, and not shown), or there is no token.
     """
     data = read_secret_file(setting, path, most=_MOST_TOKEN_FILE)
     try:
@@ -204,33 +205,50 @@ def read_tokens(setting: str, path: str | os.PathLike[str]) -> dict[str, frozens
     except UnicodeDecodeError as error:
         raise ConfigError(setting, f"{path} is no text") from error
     tokens: dict[str, frozenset[str] | None] = {}
-    for line in text.split("\n"):
-        tenant, bound, token = line.strip().rpartition(":")
-        if not bound and not token:
+    for number, line in enumerate(text.split("\n"), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
             continue
-        known = tokens.get(check_token(setting, token), frozenset())
-        if not bound or known is None:
-            tokens[token] = None  # what is for all is not narrowed by another line
-        else:
-            tokens[token] = known | {check_tenant(setting, tenant)}
+        try:
+            token, tenant = _token_in(setting, line)
+        except ConfigError as error:
+            raise ConfigError(setting, f"line {number} of {path} {error.problem}") from error
+        known = tokens.get(token, frozenset())
+        # What is for all is not narrowed by another line.
+        tokens[token] = None if tenant is None or known is None else known | {tenant}
     if not tokens:
-        check_token(setting, "")
+        raise ConfigError(setting, f"{path} has no token")
     return tokens
+
+
+def _token_in(setting: str, line: str) -> tuple[str, str | None]:
+    """The token of a line, and its tenant, None where it names none."""
+    tenant, bound, token = line.rpartition(":")
+    if any(character.isspace() for character in token):
+        raise ConfigError(setting, "has white space in its token: it is TOKEN or TENANT:TOKEN")
+    check_token(setting, token)
+    if not bound:
+        return token, None
+    if not tenant or tenant != tenant.strip():
+        raise ConfigError(setting, "names no tenant before its colon")
+    return token, check_tenant(setting, tenant)
 
 
 def server_tls(certificate: str | os.PathLike[str], key: str | os.PathLike[str]) -> ssl.SSLContext:
     """TLS 1.2 and later with a certificate (PEM, its chain after it) and its key (PEM, not encrypted).
 
     Raises:
-        ConfigError: one cannot be read, or they do not belong together.
+        ConfigError: one cannot be read, others than its owner can read the key, or they do not belong
+            together.
     """
     files = {"--tls-cert": expect_path("--tls-cert", certificate), "--tls-key": expect_path("--tls-key", key)}
-    for setting, path in files.items():
-        try:
-            with open(path, "rb"):
-                pass
-        except OSError as error:
-            raise ConfigError(setting, f"{path} cannot be read: {error.strerror}") from error
+    try:
+        with open(files["--tls-cert"], "rb"):
+            pass
+    except OSError as error:
+        unread = f"{files['--tls-cert']} cannot be read: {error.strerror}"
+        raise ConfigError("--tls-cert", unread) from error
+    check_secret_file("--tls-key", files["--tls-key"])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:

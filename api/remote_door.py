@@ -42,11 +42,13 @@ class _Greeting(asyncio.Protocol):
 
     Attributes:
         frame: the frame, or why there is none.
+        refused: the id of a request that is no frame, as far as it could be read; else 0.
         lost: whether the connection is over.
     """
 
     def __init__(self, most: int) -> None:
         self.frame: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self.refused = 0
         self.lost = False
         self._most = most
         self._held = b""
@@ -85,7 +87,11 @@ class _Greeting(asyncio.Protocol):
             raise ProtocolError(f"the first frame has {length} bytes, a Hello {self._most} at most")
         if len(self._held) > _LENGTH.size + length:
             raise ProtocolError("nothing is sent after a Hello until it is answered")
-        frames = FrameReader(self._most).feed(self._held)
+        reader = FrameReader(self._most)
+        try:
+            frames = reader.feed(self._held)
+        finally:
+            self.refused = reader.refused
         return frames[0] if frames else None
 
     def _fail(self, error: Exception) -> None:
@@ -132,6 +138,11 @@ class RemoteDoor:
         """The port that is listened on."""
         for listening in self._listening:
             self._accept_on(listening)
+
+    @property
+    def greets(self) -> bool:
+        """Whether somebody is there who has not come in, and is not turned away yet."""
+        return bool(self._greetings)
 
     def close(self) -> None:
         """Listen no more; whoever has not come in is turned away. Idempotent."""
@@ -197,6 +208,7 @@ class RemoteDoor:
                 self._tell("silence", f"it said nothing in {self._seconds:g} seconds")
             self._turn_away(connected, transport)
         except KVPagerError as error:
+            number = number or greeting.refused
             self._tell(type(error).__name__, str(error))
             if transport is None:
                 with suppress(OSError):

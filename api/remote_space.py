@@ -14,7 +14,7 @@ from ..kvstore.hashing import HASH_BYTES, Tokens
 from ..kvstore.policy import Ids
 from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotSpace
-from ..tiers.errors import ClosedError, StaleHandleError
+from ..tiers.errors import StaleHandleError
 from ..tiers.mover import HostMover
 from ..tiers.settings import expect_byte_strings, expect_bytes, expect_seconds, expect_text
 from .client_calls import Ask
@@ -44,6 +44,10 @@ class Shell(Protocol):
     @property
     def closed(self) -> bool:
         """Whether it was closed."""
+        ...
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` where it was closed, or is another process's."""
         ...
 
     @property
@@ -298,8 +302,7 @@ class RemoteSpace(SlotSpace):
     # Inside
 
     def _check_open(self) -> None:
-        if self._shell.closed:
-            raise ClosedError("the connection to the sidecar was closed")
+        self._shell.check_open()
 
     def _base(self) -> int:
         self._check_open()

@@ -136,12 +136,15 @@ def add_parser(commands: Any) -> None:
         "--token-file",
         metavar="FILE",
         help="what clients over TCP must say, in a file that only its owner can read; each line a token, or "
-        f"TENANT:TOKEN for one that opens spaces of this tenant alone (default: ${TOKEN_VARIABLE})",
+        "TENANT:TOKEN for one that opens spaces of this tenant alone; # begins a comment "
+        f"(default: ${TOKEN_VARIABLE})",
     )
     parser.add_argument(
         "--tls-cert", metavar="FILE", help="speak TLS over TCP: the certificate and its chain"
     )
-    parser.add_argument("--tls-key", metavar="FILE", help="the certificate's key")
+    parser.add_argument(
+        "--tls-key", metavar="FILE", help="the certificate's key, which only its owner can read"
+    )
     parser.add_argument(
         "--insecure",
         action="store_true",

@@ -129,6 +129,7 @@ class Sidecar:
         self._listening: ListeningSocket | None = None
         self._accepting = False
         self._ended = False
+        self._closed = False
         self._unsubscribe: Callable[[], None] = _nothing
         self._survivors: Survivors | None = None
 
@@ -190,6 +191,8 @@ class Sidecar:
     async def close(self, drain: float = 0.0) -> int:
         """Stop: refuse new clients and reservations, let the others end, remove the socket. Idempotent.
 
+        Who comes meanwhile is told that it is being stopped.
+
         Args:
             drain: seconds for outstanding commits (half of it at most) and for writing to the cold tier
                 what has no copy there.
@@ -205,11 +208,6 @@ class Sidecar:
             return 0
         self._ended = True
         self._service.draining = True
-        self._accept_off()
-        if self._door is not None:
-            self._door.close()
-        for greeting in tuple(self._greetings):
-            greeting.cancel()
         left = 0
         try:
             end = self._loop.time() + drain
@@ -223,7 +221,6 @@ class Sidecar:
                 )
         finally:
             self._unsubscribe()
-            self._listening.close()
             self._service.engines.close()
             for connection in tuple(self._connections):
                 connection.finish()
@@ -232,12 +229,28 @@ class Sidecar:
                 self._survivors.close()
             for pool in (self._threads.waiting, self._threads.working):
                 pool.shutdown(wait=False, cancel_futures=True)
-            until = self._loop.time() + _LAST_WORD_SECONDS
-            while self._connections and self._loop.time() < until:
-                await asyncio.sleep(_DRAIN_POLL)
-            for connection in tuple(self._connections):
-                connection.end()
+            try:
+                await self._say_last_words()
+            finally:
+                self._closed = True
+                self._accept_off()
+                self._listening.close()
+                if self._door is not None:
+                    self._door.close()
+                for greeting in tuple(self._greetings):
+                    greeting.cancel()
+                for connection in tuple(self._connections):
+                    connection.end()
         return left
+
+    async def _say_last_words(self) -> None:
+        """Let clients read their last replies, and who is at the door why it stays shut."""
+        until = self._loop.time() + _LAST_WORD_SECONDS
+        await asyncio.sleep(0)  # who connected just now is let in to be told
+        while self._loop.time() < until and (
+            self._connections or self._greetings or (self._door is not None and self._door.greets)
+        ):
+            await asyncio.sleep(_DRAIN_POLL)
 
     def remove_socket(self) -> None:
         """Remove the socket's file and nothing else; for who ends the process at once."""
@@ -247,7 +260,7 @@ class Sidecar:
     # Connections
 
     def _accept_on(self) -> None:
-        if not self._accepting and not self._ended and self._listening is not None:
+        if not self._accepting and not self._closed and self._listening is not None:
             self._accepting = True
             self._loop.add_reader(self._listening.socket.fileno(), self._accept)
 
@@ -269,10 +282,13 @@ class Sidecar:
                 self._accept_off()
                 self._loop.call_later(_ACCEPT_PAUSE, self._accept_on)
             return
-        if len(self._greetings) >= self._max_connections:
-            connected.close()
-            return
         connected.setblocking(False)
+        if len(self._greetings) >= self._max_connections:
+            self.counters.refused += 1
+            crowd = f"{self._max_connections} other clients have not said hello yet"
+            with connected, contextlib.suppress(OSError):
+                connected.send(encode(Failure(0, ServiceUnavailableError(crowd))))
+            return
         greeting = self._loop.create_task(self._greet(connected))
         self._greetings.add(greeting)
         greeting.add_done_callback(self._greetings.discard)
@@ -281,9 +297,10 @@ class Sidecar:
         """Read `Hello`, see whether it may come in, and answer; the socket is a `Connection`'s then."""
         accepted = time.clock_gettime(time.CLOCK_BOOTTIME)
         number = 0
+        reader = FrameReader(_MOST_HELLO)
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
-                frame = await self._read_first(connected)
+                frame = await self._read_first(connected, reader)
             number = 0 if isinstance(frame, Notice) else frame.id
             version, hello = _hello_of(frame)
             group = self._let_in(connected, accepted, hello)
@@ -294,7 +311,7 @@ class Sidecar:
         except KVPagerError as error:
             self.counters.refused += 1
             with contextlib.suppress(OSError):
-                connected.send(encode(Failure(number, error)))
+                connected.send(encode(Failure(number or reader.refused, error)))
             connected.close()
             return
         except BaseException:
@@ -360,12 +377,12 @@ class Sidecar:
         lengths = arena_bytes, self._host.arena.extent_bytes, self._service.max_frame
         return encode(Reply(number, Welcome(version, self.boot_id, *lengths)))
 
-    async def _read_first(self, connected: socket.socket) -> Frame:
+    async def _read_first(self, connected: socket.socket, reader: FrameReader) -> Frame:
         head = await self._read_exactly(connected, _LENGTH.size)
         (length,) = _LENGTH.unpack(head)
         if length > _MOST_HELLO:
             raise ProtocolError(f"the first frame has {length} bytes, a Hello {_MOST_HELLO} at most")
-        (frame,) = FrameReader(_MOST_HELLO).feed(head + await self._read_exactly(connected, length))
+        (frame,) = reader.feed(head + await self._read_exactly(connected, length))
         return frame
 
     async def _read_exactly(self, connected: socket.socket, length: int) -> bytes:

@@ -50,6 +50,12 @@ _FIXARRAY: Final = 0x90
 """And the length of a short array, in msgpack."""
 _BIN32: Final = struct.Struct(">BI")
 _MOST_IDS: Final = 1 << 63
+_UNPACK_REASONS: Final = {
+    msgpack.StackError: "it is nested too deeply",
+    msgpack.FormatError: "a byte that begins nothing",
+    msgpack.OutOfData: "it ends in the middle",
+}
+"""Of errors that msgpack says nothing of."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +148,14 @@ class FrameReader:
 
     Args:
         max_frame: bytes of the largest frame; no more than that and one read is ever held.
+
+    Attributes:
+        refused: after a `ProtocolError`, the id of the request that it is about; 0 where none could be read.
     """
 
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
         self.max_frame = max_frame
+        self.refused = 0
         self._held = bytearray()
         self._long: memoryview | None = None
         """Place for a long frame that has not come whole; memory that nobody wrote to takes none."""
@@ -169,7 +179,7 @@ class FrameReader:
         if self._filled < len(self._long):
             return []
         body, self._long = self._long, None
-        return [_frame_of(body)]
+        return [self._frame_of(body)]
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """The frames that `data` completes.
@@ -206,10 +216,18 @@ class FrameReader:
                     break
                 body = view[start + _LENGTH.size : stop]
                 start = stop
-                frames.append(_frame_of(body))
+                frames.append(self._frame_of(body))
         finally:
             self._held += view[start:]
         return frames
+
+    def _frame_of(self, body: bytes | memoryview) -> Frame:
+        parts = _unpacked(body)
+        try:
+            return _frame_from(*parts)
+        except ProtocolError:
+            self.refused = parts[1] if parts[0] == _REQUEST else 0
+            raise
 
     def _is_short(self) -> bool:
         """Whether what is held is a part of a short frame, of which more is to come."""
@@ -219,16 +237,22 @@ class FrameReader:
         return bool(length < _LONG and len(self._held) < _LENGTH.size + length)
 
 
-def _frame_of(body: bytes | memoryview) -> Frame:
+def _unpacked(body: bytes | memoryview) -> tuple[Any, int, Any, Any]:
+    """Kind, id, what, and fields of a frame, of which the id alone is known to be one."""
     try:
         parts = msgpack.unpackb(body, raw=False, use_list=False, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"a frame is no msgpack: {error}") from error
+        reason = str(error) or _UNPACK_REASONS.get(type(error), type(error).__name__)
+        raise ProtocolError(f"a frame is no msgpack: {reason}") from error
     if type(parts) is not tuple or len(parts) != 4:
         raise ProtocolError("a frame is no array of four")
-    kind, number, what, rest = parts
+    number = parts[1]
     if type(number) is not int or not 0 <= number < _MOST_IDS:
         raise ProtocolError("a frame has no id")
+    return parts
+
+
+def _frame_from(kind: Any, number: int, what: Any, rest: Any) -> Frame:
     if kind == _FAILURE:
         return Failure(number, _error_of(what, rest))
     message = message_of(what, rest)

@@ -119,6 +119,7 @@ def _written(
 ) -> Certificate:
     paths = Certificate(folder / f"{file}.pem", folder / f"{file}.key")
     paths.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    paths.key.touch(0o600)
     paths.key.write_bytes(
         key.private_bytes(
             serialization.Encoding.PEM,

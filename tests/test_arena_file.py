@@ -6,6 +6,7 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -171,6 +172,80 @@ def test_a_file_that_is_no_arena_is_refused_and_left_as_it_is(path: Path) -> Non
     with pytest.raises(ConfigError, match="is no arena"):
         ArenaFile(path, fresh=True)
     assert Path(f"{path}.records").read_bytes() == b"footnotes"
+
+
+def lose(path: Path) -> None:
+    Path(f"{path}.records").unlink()
+
+
+def overwrite_head(path: Path) -> None:
+    with Path(f"{path}.records").open("r+b") as records:
+        records.write(bytes(4096))
+
+
+def unmark(path: Path) -> None:
+    """As on a file system that has no extended attributes."""
+    os.removexattr(path, "user.kvpager.arena")
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lose, r"its records cannot be read \(No such file or directory\)"),
+        (overwrite_head, "its records are none of kvpager's"),
+    ],
+)
+def test_an_arena_that_lost_its_records_is_replaced(
+    change: object, said: str, fresh: bool, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(path)
+    unmark(path)
+    assert found(path) == 8  # taken over, it is marked as one that was made
+    assert callable(change)
+    change(path)
+    assert [Path(one.path) for one in find_arenas(path.parent)] == [path]
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 4 * MIB) as mapped:
+        assert found(path, fresh=fresh) == 0
+        assert mapped[:SIZE] == BLOCKS[0].tobytes()
+    said = f"the arena {path} is not taken over, a new one is made: {said}"
+    assert len(caplog.messages) == (not fresh)
+    assert fresh or re.fullmatch(said, caplog.messages[0])
+    filled(path)
+    assert found(path) == 8
+
+
+@pytest.mark.parametrize("change", [lose, overwrite_head])
+def test_where_it_cannot_be_known_it_is_said_which_file_to_remove(change: object, path: Path) -> None:
+    filled(path)
+    unmark(path)
+    assert callable(change)
+    change(path)
+    data = path.read_bytes()
+    for fresh in (False, True):
+        with pytest.raises(ConfigError, match=rf"has lost its records, {path}.records: .*\(rm {path}\)"):
+            ArenaFile(path, fresh=fresh)
+    assert path.read_bytes() == data
+    path.unlink()
+    if change is overwrite_head:
+        with pytest.raises(ConfigError, match=rf"take the place of {path}.records, .*\(rm {path}.records\)"):
+            ArenaFile(path)
+        assert not path.exists()
+        Path(f"{path}.records").unlink()
+    filled(path)
+    assert found(path) == 8
+
+
+def test_an_arena_of_the_usual_name_is_known_by_it(tmp_path: Path) -> None:
+    path = Path(default_arena_path(str(tmp_path / "sidecar.sock")))
+    try:
+        filled(path)
+        unmark(path)
+        lose(path)
+        assert found(path) == 0
+    finally:
+        for name in (path, Path(f"{path}.records")):
+            name.unlink(missing_ok=True)
 
 
 def test_a_file_that_others_may_open_is_refused(path: Path, tmp_path: Path) -> None:

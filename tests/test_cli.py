@@ -185,3 +185,28 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     assert errors == ""
     assert not is_there(child)
     assert not list(tmp_path.glob("kvpager-demo-*"))
+
+
+@pytest.mark.parametrize("command", ["serve", "demo", "doctor"])
+def test_one_that_is_interrupted_while_it_is_imported_says_nothing(command: str) -> None:
+    # The signal comes when numpy is imported: by then the command line is running, and no command is.
+    program = """
+import builtins, os, signal, sys
+from kvpager.api.cli import main
+importing = builtins.__import__
+def interrupted(name, *more):
+    if name.partition(".")[0] == "numpy":
+        os.kill(os.getpid(), signal.SIGINT)
+    return importing(name, *more)
+builtins.__import__ = interrupted
+sys.exit(main())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, command],
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kvpager
 import numpy as np
 import pytest
 from kvpager.api import answers
@@ -173,6 +174,43 @@ def test_more_clients_than_are_taken_are_told_so(host: HostStore, path: Path) ->
         pytest.raises(ServiceUnavailableError, match="2 clients"),
     ):
         third.greet(hello())
+
+
+def test_more_than_are_greeted_at_a_time_are_told_so(host: HostStore, path: Path) -> None:
+    with (
+        Running(path, host, max_connections=2) as running,
+        RawClient(path, greet=False),
+        RawClient(path, greet=False),
+    ):
+        await_true(lambda: len(running.sidecar._greetings) == 2)
+        with RawClient(path, greet=False) as third:
+            frame = third.receive()
+            assert isinstance(frame, Failure)
+            assert frame.id == 0
+            assert isinstance(frame.error, ServiceUnavailableError)
+            assert "2 other clients" in str(frame.error)
+
+
+def test_who_has_not_said_hello_when_it_stops_is_told_so(host: HostStore, path: Path) -> None:
+    with Running(path, host) as running, RawClient(path, greet=False) as client:
+        await_true(lambda: bool(running.sidecar._greetings))
+        stopping = threading.Thread(target=running.stop)
+        stopping.start()
+        await_true(lambda: running.sidecar._service.draining)
+        with pytest.raises(ServiceUnavailableError, match="being stopped"):
+            client.greet(hello())
+        stopping.join(30)
+        assert not path.exists()
+
+
+def test_one_who_comes_and_says_nothing_holds_up_no_stop(host: HostStore, path: Path) -> None:
+    with Running(path, host) as running, RawClient(path, greet=False) as client:
+        await_true(lambda: bool(running.sidecar._greetings))
+        began = time.monotonic()
+        running.stop()
+        assert time.monotonic() - began < 4  # and not the 5 s of a handshake
+        with pytest.raises((EOFError, ConnectionResetError)):
+            client.receive()
 
 
 # Spaces, leases, reservations
@@ -408,6 +446,14 @@ def test_while_it_stops_nothing_new_is_reserved_and_commits_are_waited_for(
         for asked in (Put(0, names(5, 1), bytes(SIZE), 0.0), Load(0, names(0, 1), 0.0)):
             with pytest.raises(ServiceUnavailableError, match="being stopped"):
                 client.call(asked)
+        for _ in range(2):
+            with (
+                RawClient(path, greet=False) as late,
+                pytest.raises(ServiceUnavailableError, match="being stopped"),
+            ):
+                late.greet(hello(b"l" * 16))
+        with pytest.raises(ServiceUnavailableError, match="being stopped"):
+            kvpager.connect(path, timeout=0.3)
         assert stopping.is_alive()
         client.call(Commit(0, granted.slots, granted.generations), Done)
         stopping.join(30)

@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 from kvpager.api.connection import Limits
 from kvpager.api.messages import (
@@ -271,3 +273,39 @@ def test_what_is_no_request_ends_that_connection_with_a_reason(
             wrong.receive()
     assert client.open() == 0
     assert counts(client)["protocol_errors"] == 1
+
+
+@pytest.mark.parametrize(
+    ("frame", "number", "said"),
+    [
+        ([0, 5, 999, []], 5, "999"),
+        ([0, 6, 12, [0]], 6, "Match"),
+        ([0, 7, 12, ["a", b"", 0.0]], 7, "should be int"),
+        ([0, 8, "12", []], 8, ""),
+        ([0, 9, 12, 4], 9, ""),
+        ([1, 9, 999, []], 0, "999"),
+        ([4, 9, 12, [0, b"", 0.0]], 0, "of no kind"),
+        ([0, -1, 12, [0, b"", 0.0]], 0, "has no id"),
+        ([0, 1], 0, "no array of four"),
+    ],
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_request_that_cannot_be_made_out_is_refused_by_its_id(
+    running: Running, frame: list[Any], number: int, said: str, first: bool
+) -> None:
+    body = msgpack.packb(frame)
+    with RawClient(running.path, OTHER, greet=not first) as wrong:
+        wrong.socket.sendall(struct.pack("<I", len(body)) + body)
+        reply = wrong.receive()
+        assert isinstance(reply, Failure)
+        assert isinstance(reply.error, ProtocolError)
+        assert (reply.id, said in str(reply.error)) == (number, True), str(reply.error)
+
+
+def test_a_frame_that_is_nested_too_deeply_is_refused_with_a_reason(running: Running) -> None:
+    body = b"\x91" * 4000 + b"\x00"
+    with RawClient(running.path, OTHER) as wrong:
+        wrong.socket.sendall(struct.pack("<I", len(body)) + body)
+        reply = wrong.receive()
+        assert isinstance(reply, Failure)
+        assert str(reply.error).endswith("a frame is no msgpack: it is nested too deeply")

@@ -391,7 +391,7 @@ def test_two_sidecars_do_not_share_an_arena(
         for more in ((), ("--fresh",)):
             second = ["serve", f"--socket={tmp_path}/second", f"--arena={sidecar.arena}", *more]
             assert main(second) == 1
-            said = f"kvpager serve: arena: {sidecar.arena} is the arena of another process\n"
+            said = f"kvpager serve: --arena: {sidecar.arena} is the arena of another process\n"
             assert capsys.readouterr().err == said
         assert len(client.call(Match(0, names(0, 4), 0.0), Leased).slots) == 4
     assert not (tmp_path / "second").exists()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import kvpager
+import msgpack
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -67,7 +68,7 @@ from kvpager.tiers.errors import (
 from kvpager.tiers.layout import KVLayout
 
 SIZE = LAYOUT.block_bytes
-TOKEN = "a token for tests"
+TOKEN = "a-token-for-tests"
 OTHER = b"o" * 16
 LISTEN = ["--listen", "127.0.0.1:0", "--token-file", "TOKEN"]
 NEW, PRESENT, PENDING, DENIED = (int(one) for one in ReserveStatus)
@@ -253,6 +254,15 @@ def test_a_first_frame_that_is_none_is_told_so_and_ends_it(running: Running, fir
                 stranger.receive()
     with raw(running) as client:
         assert counts(client)["refused"] == 1
+
+
+def test_a_first_frame_that_cannot_be_made_out_is_refused_by_its_id(running: Running) -> None:
+    body = msgpack.packb([0, 6, 1, ["kvpager"]])
+    with raw(running, greet=False) as stranger:
+        stranger.socket.sendall(struct.pack("<I", len(body)) + body)
+        frame = stranger.receive()
+        assert isinstance(frame, Failure)
+        assert (frame.id, "Hello" in str(frame.error)) == (6, True)
 
 
 def test_a_hello_in_single_bytes_is_understood(running: Running) -> None:
@@ -932,8 +942,11 @@ def test_a_sidecar_that_stops_takes_what_was_reserved_and_nothing_new(
         await_true(lambda: running.sidecar._service.draining)
         with pytest.raises(ServiceUnavailableError):
             space.put(names(10, 1), blocks(1))
-        with pytest.raises((ConnectionRefusedError, ConnectionResetError, EOFError)):
-            raw(running)
+        for _ in range(2):
+            with pytest.raises(ServiceUnavailableError, match="being stopped"):
+                raw(running)
+        with pytest.raises(AccessDeniedError):
+            raw(running, token="b" * 16)
         reservation.blocks[1][:] = 7
         reservation.commit()
         stopping.join(20)
@@ -1015,7 +1028,14 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
             read_tokens("--token-file", path)
     path.chmod(0o600)
     assert read_tokens("--token-file", path) == {TOKEN: None}
-    for content in (b"", b"short\n", b"x" * 5000, b"\xff" * 20, b"two lines of\ntext in the file"):
+    for content in (
+        b"",
+        b"\n# none yet\n",
+        b"short\n",
+        b"x" * 5000,
+        b"\xff" * 20,
+        b"two lines of\ntext in the file",
+    ):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="--token-file: "):
             read_tokens("--token-file", path)
@@ -1023,6 +1043,17 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         read_tokens("--token-file", tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="--token-file: "):
         read_tokens("--token-file", tmp_path)
+
+
+def test_a_key_that_others_can_read_is_refused(authority: Authority) -> None:
+    files = authority.certificate(file="open")
+    for mode in (0o644, 0o640, 0o604, 0o620, 0o602):
+        files.key.chmod(mode)
+        with pytest.raises(ConfigError, match=r"--tls-key: .* chmod 600"):
+            server_tls(files.certificate, files.key)
+    files.key.chmod(0o400)
+    files.certificate.chmod(0o644)
+    server_tls(files.certificate, files.key)
 
 
 @pytest.mark.parametrize(
@@ -1092,9 +1123,9 @@ def test_a_token_in_the_environment_or_a_file_lets_clients_in(
 ) -> None:
     monkeypatch.setenv("KVPAGER_TOKEN", TOKEN)
     token = tmp_path / "token"
-    token.write_text("the token of the file\n")
+    token.write_text("the-token-of-the-file\n")
     token.chmod(0o600)
-    for options, said in (([], TOKEN), ([f"--token-file={token}"], "the token of the file")):
+    for options, said in (([], TOKEN), ([f"--token-file={token}"], "the-token-of-the-file")):
         port = free_port()
         with ServeProcess(tmp_path / "socket", f"--listen=localhost:{port}", *options) as serving:
             with kvpager.connect(f"kvpager://localhost:{port}", token=said, timeout=5.0) as client:

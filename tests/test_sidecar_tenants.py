@@ -21,7 +21,7 @@ from kvpager.tiers.errors import AccessDeniedError, ConfigError, QuotaError
 
 SIZE = LAYOUT.block_bytes
 QUOTA = 4
-ALL, ANNA, BOTH = "token of all....", "token of anna...", "token of both..."
+ALL, ANNA, BOTH = "token-of-all....", "token-of-anna...", "token-of-both..."
 TOKENS = {ALL: None, ANNA: frozenset({"anna"}), BOTH: frozenset({"anna", "bert"})}
 
 
@@ -123,17 +123,33 @@ def test_a_client_hears_of_its_tenants_alone(running: Running, client: RawClient
 
 def test_a_line_of_a_token_file_may_name_a_tenant(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
-    path.write_text(f"{ALL}\n\n anna:{ANNA}\nanna:{BOTH}\norg:bert:{BOTH}\n:{'n' * 16}\nanna:{ALL}\n")
+    lines = ("# who may come in: all", ALL, "", f" anna:{ANNA}", f"anna:{BOTH}", f"org:bert:{BOTH}\r")
+    path.write_text(
+        "\n".join((*lines, "  # of nobody:tttttttttttttttt", f"my team:{'n' * 16}", f"anna:{ALL}\n"))
+    )
     path.chmod(0o600)
     assert read_tokens("--token-file", path) == {
         ALL: None,
         ANNA: frozenset({"anna"}),
         BOTH: frozenset({"anna", "org:bert"}),
-        "n" * 16: frozenset({""}),
+        "n" * 16: frozenset({"my team"}),
     }
-    for wrong in ("anna:", "*:" + "t" * 16, "anna:short", "a" * 300 + ":" + "t" * 16):
-        path.write_text(wrong)
-        with pytest.raises(ConfigError, match="--token-file: ") as raised:
+    token = "t" * 16
+    for wrong, why in (
+        ("anna:", "must have 16 to 1024 bytes, has 0"),
+        (f"*:{token}", "stands for every other tenant"),
+        ("anna:short", "must have 16 to 1024 bytes, has 5"),
+        ("a" * 300 + ":" + token, "256 characters at most"),
+        (f":{token}", "names no tenant before its colon"),
+        (f"anna :{token}", "names no tenant before its colon"),
+        (f"anna {token}", "has white space in its token"),
+        (f"anna: {token}", "has white space in its token"),
+        (f"{token} # anna's", "has white space in its token"),
+        (f"{token}\t{token}", "has white space in its token"),
+        (f"anna:{token}\x07", "not printable"),
+    ):
+        path.write_text(f"# tokens\n{ALL}\n{wrong}\n{ANNA}\n")
+        with pytest.raises(ConfigError, match=f"--token-file: line 3 of {path} .*{why}") as raised:
             read_tokens("--token-file", path)
         assert "t" * 16 not in str(raised.value)
 

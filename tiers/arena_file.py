@@ -4,16 +4,23 @@
 it. Whoever has ``PATH`` locked (flock) is its owner. Other processes may have it mapped, whether it has an
 owner or not: so a file that has blocks is never cut, grown or written anew. Where it cannot be taken over,
 another file takes its place, and the old one goes with the last process that has it mapped.
+
+``PATH`` itself is marked as kvpager's, by an extended attribute where its file system has these (tmpfs since
+Linux 6.6): one that has lost its records is told from anybody else's file, and replaced.
+Sources: Linux manual pages flock(2), xattr(7).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
 import logging
 import os
+import re
+import shlex
 import stat
 import time
 from collections.abc import Callable
@@ -21,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from .errors import ClosedError, ConfigError, IntegrityError
+from .errors import ClosedError, ConfigError, IntegrityError, MemoryUnavailableError
 from .memory import format_bytes
 from .record_file import COLD_BYTES, ArenaIdentity, RecordFile, is_record_file
 from .settings import expect_flag, expect_path, expect_text
@@ -37,6 +44,12 @@ _RECORDS: Final = ".records"
 _NEW: Final = ".new"
 _OLD: Final = ".old"
 """Records of an arena that is being removed."""
+_MARK: Final = "user.kvpager.arena"
+"""The extended attribute of a file that kvpager made, or took over."""
+_UNMARKABLE: Final = (errno.ENOTSUP, errno.EPERM, errno.ENOSPC)
+"""Where a file system has no such attributes, or no room for one."""
+_USUAL_NAME: Final = re.compile(r"kvpager-(\d+)-[0-9a-f]{12}\.arena", re.ASCII)
+"""Of `default_arena_path`, with the user."""
 _LOCK_SECONDS: Final = 0.5
 """How long a lock is waited for: its owner may just be ending, or somebody may be looking who has it."""
 _LOCK_POLL: Final = 0.02
@@ -80,12 +93,16 @@ class ArenaFile:
         self._closed = False
         self._reason: str | None = None
         """Why nothing of what is there is taken over, where that is to be told."""
-        if not os.fstat(self.file.fileno()).st_size:
-            return
         try:
-            if not is_record_file(self._records_path) and not is_record_file(self._records_path + _OLD):
+            if not os.fstat(self.file.fileno()).st_size:
+                self._expect_no_foreign_records()
+                return
+            if not self._is_ours():
                 raise ConfigError(
-                    "arena", f"{self.path} is there and is no arena of kvpager's, or has lost its records"
+                    "arena",
+                    f"{self.path} is there and is no arena of kvpager's, or has lost its records, "
+                    f"{self._records_path}: if nobody needs it, remove it (rm {shlex.quote(self.path)}), "
+                    "else name another file",
                 )
             if not fresh:
                 self._records = self._found()
@@ -146,6 +163,7 @@ class ArenaFile:
             else:
                 self._taken = True
                 self._records.set_cold(self._cold)
+                _mark(self.file)
                 return result
         if self._reason is not None:
             _log.warning("the arena %s is not taken over, a new one is made: %s", self.path, self._reason)
@@ -184,6 +202,27 @@ class ArenaFile:
     def _records_path(self) -> str:
         return self.path + _RECORDS
 
+    def _is_ours(self) -> bool:
+        """Whether what is there is kvpager's for sure: by records of any state, its mark, or its name."""
+        return (
+            is_record_file(self._records_path)
+            or is_record_file(self._records_path + _OLD)
+            or _is_marked(self.file.fileno())
+            or _has_usual_name(self.path)
+        )
+
+    def _expect_no_foreign_records(self) -> None:
+        """Records are written beside a new arena: not over a file that is somebody else's."""
+        path = self._records_path
+        if os.path.lexists(path) and not is_record_file(path) and not self._is_ours():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)  # it is empty, and as like as not was made just now
+            raise ConfigError(
+                "arena",
+                f"its records would take the place of {path}, which is none of kvpager's, or is damaged: "
+                f"if nobody needs it, remove it (rm {shlex.quote(path)}), else name another file",
+            )
+
     def _found(self) -> RecordFile | None:
         try:
             records = RecordFile.read(self._records_path)
@@ -211,6 +250,7 @@ class ArenaFile:
         try:
             status = os.fstat(file.fileno())
             identity = ArenaIdentity(status.st_dev, status.st_ino, capacity_bytes, extent_bytes)
+            _mark(file)
             # Before the arena has its name: blocks without records are nobody's, and would be refused.
             self._records = RecordFile.create(self._records_path, identity)
             if replaces:
@@ -274,6 +314,8 @@ def find_arenas(folder: str | os.PathLike[str] = _SHARED_MEMORY) -> list[FoundAr
         base = name.removesuffix(_RECORDS)
         if base != name and base in names and is_record_file(Path(folder, name)):
             arenas.add(base)
+        elif _is_marked(os.path.join(folder, name)):
+            arenas.add(name)
     found = []
     for name in sorted(arenas):
         path = os.path.join(folder, name)
@@ -286,6 +328,30 @@ def find_arenas(folder: str | os.PathLike[str] = _SHARED_MEMORY) -> list[FoundAr
         except FileNotFoundError:
             continue  # it went meanwhile
     return found
+
+
+def _mark(file: io.FileIO) -> None:
+    """Have it be told from other files, where the file system can."""
+    try:
+        os.setxattr(file.fileno(), _MARK, b"1")
+    except OSError as error:
+        if error.errno not in _UNMARKABLE:
+            raise MemoryUnavailableError(f"arena: its file cannot be marked: {error.strerror}") from error
+
+
+def _is_marked(file: int | str) -> bool:
+    try:
+        os.getxattr(file, _MARK, follow_symlinks=False) if isinstance(file, str) else os.getxattr(file, _MARK)
+    except OSError:  # there is no mark, it cannot be had, or the file went meanwhile
+        return False
+    return True
+
+
+def _has_usual_name(path: str) -> bool:
+    """Whether it is one of `default_arena_path`, of this user."""
+    folder, name = os.path.split(os.path.abspath(path))
+    found = _USUAL_NAME.fullmatch(name)
+    return folder == _SHARED_MEMORY and found is not None and int(found[1]) == os.getuid()
 
 
 def _is_owned(path: str) -> bool | None:
