@@ -143,6 +143,7 @@ def test_findings_of_the_doctor_name_the_option(
         (["--socket", "http://x"], "sidecar: --socket: must be unix:///path"),
         (["--socket", "kvpager://localhost:1"], "sidecar: --token-file: a sidecar that is reached over TCP"),
         (["--cold", "http://x"], "cold tier: --cold: must begin with redis://"),
+        (["--cold", "disk:///proc/none"], "cold tier: /proc/none is not there and cannot be made"),
         (["--shm", f"{tmp_path}/none"], f"arenas: --shm: {tmp_path}/none cannot be read"),
     ):
         assert main(["doctor", *arguments]) == 1
