@@ -34,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A sidecar that is started again does not import what looks at the machine.
     for name in given[:1] if given[:1] and given[0] in _COMMANDS else _COMMANDS:
         import_module(f".{name}", __package__).add_parser(commands)
-    options = parser.parse_args(given)
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        # argparse itself tells the usage of all commands, not that of the one whose arguments they are.
+        told = commands.choices[options.command] if given[0] == options.command else parser
+        told.error(f"unrecognized arguments: {' '.join(unknown)}")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         code: int = options.run(options)

@@ -164,3 +164,22 @@ def begin_params() -> Any:
     from kvpager.engine import SamplingParams
 
     return SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+def test_an_engine_whose_connection_was_closed_says_that_it_was_the_connection(
+    serving: ServeProcess, llama: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvpager.engine.llm import LLM
+    from kvpager.tests.engine_cases import GREEDY
+
+    if llama.device != "cpu":
+        pytest.skip("no GPU has a sidecar's memory mapped yet")
+    with (
+        kvpager.connect(serving.path, name="engine", timeout=20.0) as client,
+        LLM(llama.loaded, device="cpu", block_size=8, device_blocks=160, host=client) as llm,
+    ):
+        client.close()
+        (done,) = llm.generate(llama.prompts[:1], GREEDY, sessions=["anna"])
+    assert done.token_ids == llama.truth[0]
+    assert "the connection or host store was closed under its engine" in caplog.text
+    assert "the cold tier was closed" not in caplog.text
