@@ -11,7 +11,7 @@ import kvpager
 import pytest
 from kvpager.tests.raw_client import await_true
 from kvpager.tests.serve_process import ServeProcess
-from kvpager.tiers.errors import CommandError
+from kvpager.tiers.errors import ClosedError, CommandError
 
 if TYPE_CHECKING:
     from kvpager.api.client import Connection
@@ -179,7 +179,7 @@ def test_an_engine_whose_connection_was_closed_says_that_it_was_the_connection(
         LLM(llama.loaded, device="cpu", block_size=8, device_blocks=160, host=client) as llm,
     ):
         client.close()
-        (done,) = llm.generate(llama.prompts[:1], GREEDY, sessions=["anna"])
-    assert done.token_ids == llama.truth[0]
+        with pytest.raises(ClosedError, match="the connection to the sidecar was closed"):
+            llm.generate(llama.prompts[:1], GREEDY, sessions=["anna"])
     assert "the connection or host store was closed under its engine" in caplog.text
     assert "the cold tier was closed" not in caplog.text
