@@ -18,6 +18,10 @@ from .serve import TOKEN_VARIABLE
 
 __all__ = ["check_sidecar"]
 
+_NOT_VALID_NOW: Final = (9, 10)
+"""OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and _HAS_EXPIRED."""
+_ANOTHER_HOST: Final = (62, 64)
+"""X509_V_ERR_HOSTNAME_MISMATCH and _IP_ADDRESS_MISMATCH."""
 _TIMEOUT: Final = 2.0
 """Seconds that a sidecar may take to answer."""
 
@@ -106,7 +110,12 @@ def _advice_on_tls(error: TLSError, endpoint: Endpoint | None) -> str:
             "authority"
         )
     if isinstance(error.__cause__, ssl.SSLCertVerificationError):
-        return (
-            "give the authority of its certificate (--ca FILE), and the host by the name in the certificate"
-        )
+        code = error.__cause__.verify_code
+        if code in _NOT_VALID_NOW:
+            return (
+                "give the sidecar a certificate that is valid now (--tls-cert), or set this machine's clock"
+            )
+        if code in _ANOTHER_HOST:
+            return "name the host in --socket as its certificate does"
+        return "give the authority of its certificate (--ca FILE)"
     return "see that the sidecar has --tls-cert and --tls-key; one that speaks plain TCP is kvpager://"

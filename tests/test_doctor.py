@@ -470,6 +470,30 @@ class TestSidecar:
         assert "--listen" in advice(there, token, ca)
         assert "start it (kvpager serve)" in advice(str(serving.path))
 
+    @pytest.mark.parametrize(
+        ("name", "days", "said"),
+        [("localhost", (-3, -1), "valid now"), ("elsewhere", (-1, 1), "as its certificate does")],
+    )
+    def test_a_certificate_that_is_not_good_here_is_told_from_one_that_nobody_knows(
+        self, tmp_path: Path, name: str, days: tuple[int, int], said: str
+    ) -> None:
+        token = "a token of the right length"
+        secret = tmp_path / "token"
+        secret.write_text(token)
+        secret.chmod(0o600)
+        authority = Authority(tmp_path)
+        mine = authority.certificate(name, from_now=days)
+        with ServeProcess(
+            tmp_path / "socket",
+            f"--listen=localhost:{(port := free_port())}",
+            f"--token-file={secret}",
+            f"--tls-cert={mine.certificate}",
+            f"--tls-key={mine.key}",
+        ):
+            finding = check_sidecar(f"kvpagers://localhost:{port}", token=token, ca=str(authority.path))
+        assert finding.level is Level.PROBLEM
+        assert said in finding.advice, finding
+
     def test_one_that_speaks_plain_tcp_is_told_from_one_whose_certificate_is_not_trusted(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,10 +177,11 @@ def test_an_engine_whose_connection_was_closed_says_that_it_was_the_connection(
         pytest.skip("no GPU has a sidecar's memory mapped yet")
     with (
         kvpager.connect(serving.path, name="engine", timeout=20.0) as client,
-        pytest.raises(ClosedError, match="the connection to the sidecar was closed"),
+        suppress(ClosedError),  # of the engine's own end
         LLM(llama.loaded, device="cpu", block_size=8, device_blocks=160, host=client) as llm,
     ):
         client.close()
-        llm.generate(llama.prompts[:1], GREEDY, sessions=["anna"])
+        with pytest.raises(ClosedError, match="the connection to the sidecar was closed"):
+            llm.generate(llama.prompts[:1], GREEDY, sessions=["anna"])
     assert "the connection or host store was closed under its engine" in caplog.text
     assert "the cold tier was closed" not in caplog.text
