@@ -362,6 +362,28 @@ def test_the_base_install_connects_without_torch(running: Running) -> None:
 # What is not there
 
 
+def test_calls_that_nothing_can_stand_for_raise_without_a_sidecar_on_every_connection(
+    serving: ServeProcess,
+) -> None:
+    with kvpager.connect(serving.path, timeout=5.0) as client:
+        space = client.space(LAYOUT)
+        serving.kill()
+        assert found(space, 0, 1) == put(space, 0, 1) == space.pin(names(0, 1)) == 0
+        calls: list[Callable[[], object]] = [
+            client.stats,
+            client.flush,
+            client.clients,
+            lambda: client.command("sleep", "anna"),
+            lambda: client.purge_tenant("acme"),
+            lambda: client.wait_ready(0.1),
+            lambda: space.purge(names(0, 1)),
+            lambda: space.purge_session("anna", root=bytes(16)),
+        ]
+        for call in calls:
+            with pytest.raises(ServiceUnavailableError):
+                call()
+
+
 def test_no_sidecar_is_an_error_when_connecting(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ServiceUnavailableError, match="socket: No such file"):
