@@ -54,7 +54,12 @@ def _options(given: Sequence[str]) -> argparse.Namespace:
     # A sidecar that is started again does not import what looks at the machine.
     for name in given[:1] if given[:1] and given[0] in _COMMANDS else _COMMANDS:
         import_module(f".{name}", __package__).add_parser(commands)
-    return parser.parse_args(given)
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        # argparse itself tells the usage of all commands, not that of the one whose arguments they are.
+        told = commands.choices[options.command] if given[0] == options.command else parser
+        told.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
 
 
 @contextmanager

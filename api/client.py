@@ -96,7 +96,7 @@ def connect(
 
     Raises:
         ConfigError: an argument is of a wrong type or out of range.
-        ServiceUnavailableError: there is no sidecar within `timeout`.
+        ServiceUnavailableError: there is no sidecar within `timeout`, whether `strict` or not.
         AccessDeniedError: it does not let this client in.
         ProtocolError: it speaks another version, or is no sidecar.
         TLSError: its certificate is not trusted, or only one side speaks TLS.

@@ -34,6 +34,8 @@ from ..tiers.errors import (
     TLSError,
 )
 from ..tiers.layout import KVLayout
+from ..tiers.memory import format_bytes
+from ..tiers.pinned import LARGEST_EXTENT, capacity_for
 from .client_calls import Ask, Call, expect
 from .client_space import AbsentArena, Arena, ClientSpace, Lost
 from .holdings import Claimed, Handles, Holdings
@@ -398,11 +400,7 @@ class ClientCore:
         if self.arena is None:
             raise self.unavailable
         if layout.block_bytes > self.arena.extent_bytes:
-            raise ConfigError(
-                "block_size",
-                f"blocks of {layout.block_bytes} bytes do not fit the sidecar's extents of "
-                f"{self.arena.extent_bytes}",
-            )
+            raise _does_not_fit(layout, self.arena.extent_bytes)
         if isinstance(self.arena, AbsentArena) and layout.block_bytes > self.max_frame - FRAME_ROOM:
             raise ConfigError(
                 "block_size",
@@ -726,3 +724,19 @@ class ClientCore:
             sealed = tls.take()
             self._wire.append(sealed)
             self._output_bytes += len(sealed)
+
+
+def _does_not_fit(layout: KVLayout, extent: int) -> ConfigError:
+    """What to change where no extent of the sidecar's holds a block."""
+    block = layout.block_bytes
+    least = capacity_for(block)
+    advice = (
+        f"give kvpager serve --host-bytes {-(-least >> 20)}M at least (--fresh where it has an arena), or"
+        if block <= LARGEST_EXTENT
+        else f"no sidecar's are larger than {format_bytes(LARGEST_EXTENT)}:"
+    )
+    return ConfigError(
+        "block_size",
+        f"blocks of {layout.block_size} tokens are {block} bytes each, and do not fit the sidecar's extents "
+        f"of {extent}: {advice} take fewer tokens a block",
+    )

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from ..tiers.errors import ConfigError
+from ..tiers.errors import ConfigError, KVPagerError
 from ..tiers.extras import how_to_install
 from ..tiers.settings import expect_integer, expect_text, shown
 from .demo_folder import COLD, demo_folder, remove_abandoned
@@ -104,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
     expect_integer("--answer-tokens", options.answer_tokens, 1, _MOST_ANSWER_TOKENS)
     for package in ("torch", "transformers", "safetensors", "gguf", "rich"):
         if importlib.util.find_spec(package) is None:
-            raise ConfigError("demo", f"needs the engine, {package} is missing: {how_to_install('engine')}")
+            raise KVPagerError(f"needs the engine, {package} is missing: {how_to_install('engine')}")
     from rich.console import Console
 
     console = Console()

@@ -17,10 +17,11 @@ from typing import Any, Final
 
 from ..tiers.driver import DriverDevice, driver_devices, why_no_driver
 from ..tiers.settings import expect_text
+from .doctor_arenas import check_arenas, held_by_arenas
 from .doctor_cold import check_cold
 from .doctor_gpu import check_driver, check_gpu, check_numa
 from .doctor_memory import check_huge_pages, check_memory, check_page_lock, check_shared_memory, memlock_limit
-from .doctor_sidecar import check_arenas, check_sidecar, held_by_arenas
+from .doctor_sidecar import check_sidecar
 from .doctor_software import check_extra, check_packages, check_python, requirements
 from .findings import Finding, Level
 from .option_words import in_options
@@ -60,7 +61,7 @@ def add_parser(commands: Any) -> None:
         help="where the arenas lie (default: %(default)s)",
     )
     parser.add_argument(
-        "--remove-orphans", action="store_true", help="remove arenas that no sidecar has, with their records"
+        "--remove-orphans", action="store_true", help="remove arenas that no process has, with their records"
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=_run, settings=_settings)

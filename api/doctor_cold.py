@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ..tiers.cold_url import cold_folder
 from ..tiers.errors import ConfigError, KVPagerError
 from ..tiers.memory import format_bytes
 from .findings import Finding, ok, problem, warning
@@ -31,14 +32,12 @@ _LITTLE: Final = 1 << 30
 
 
 def check_cold(url: str) -> Finding:
-    """The cold tier that a URL names, as `open_cold_tier` reads it; nothing is left there."""
-    scheme, separator, rest = url.partition("://")
-    if separator and scheme != "disk":
-        return check_redis(url)
-    path = rest if separator else url
-    if not path or (separator and not path.startswith("/")):
-        return problem(_CHECK, f"{url!r} names no folder", "disk:///absolute/path")
-    return check_disk(Path(path))
+    """The cold tier that a URL names; nothing is left there."""
+    try:
+        path = cold_folder(url)
+    except ConfigError as error:
+        return problem(_CHECK, str(error), "see docs/reference.md for the URLs")
+    return check_redis(url) if path is None else check_disk(Path(path))
 
 
 def check_redis(url: str) -> Finding:
@@ -96,8 +95,17 @@ def check_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(there).free
     found = f"{folder}, {format_bytes(free)} free"
     if there != folder:
-        if not os.access(there, os.W_OK | os.X_OK):
-            return problem(_CHECK, f"{found}: is not there, and nothing can be made in {there}", advice)
+        try:
+            # Permissions do not tell: of some file systems not even root can make a folder in them.
+            with tempfile.TemporaryDirectory(prefix="kvpager-doctor-", dir=there):
+                pass
+        except OSError as error:
+            return problem(
+                _CHECK,
+                f"{folder} is not there and cannot be made: no folder can be made in {there} "
+                f"({error.strerror})",
+                advice,
+            )
         found += f" (to be made in {there})"
     else:
         try:

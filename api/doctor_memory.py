@@ -27,6 +27,7 @@ _SHARED_MEMORY: Final = Path("/dev/shm")
 _PROC: Final = Path("/proc")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _SYS: Final = Path("/sys")
+_UNKNOWN: Final = "an unknown file system"
 _SHMEM_HUGE: Final = "kernel/mm/transparent_hugepage/shmem_enabled"
 
 
@@ -68,21 +69,35 @@ def check_shared_memory(
         proc: where procfs is mounted.
     """
     name = str(folder)
-    advice = (
-        f"mount -o remount,size=SIZE {folder}; in a container docker run --shm-size=SIZE, or an emptyDir "
-        f"with medium Memory at {folder}; or give another file (--arena PATH)"
-    )
     if not folder.is_dir():
-        return problem(name, "is not there", advice)
+        return problem(
+            name,
+            "is no folder" if folder.exists() else "is not there",
+            "give the folder of the arenas (--shm), or have a tmpfs mounted there",
+        )
     status = os.statvfs(folder)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     kind, _ = _mount_of(folder, proc)
     found = f"{kind} of {format_bytes(size)}, {format_bytes(free)} free"
     if not os.access(folder, os.W_OK | os.X_OK) or status.f_flag & os.ST_RDONLY:
-        return problem(name, f"{found}, and nothing can be written there", advice)
+        return problem(
+            name,
+            f"{found}, and nothing can be written there",
+            "let this user write there, or put the arena elsewhere (kvpager serve --arena PATH)",
+        )
     if free + held_bytes < host_bytes:
-        return problem(name, f"{found}; {format_bytes(host_bytes)} is to be given", advice)
-    if kind not in ("tmpfs", "ramfs", "hugetlbfs", "an unknown file system"):
+        larger = (
+            f"mount -o remount,size=SIZE {folder}; in a container docker run --shm-size=SIZE, or an emptyDir "
+            f"with medium Memory at {folder}"
+            if kind in ("tmpfs", _UNKNOWN)
+            else "free some"
+        )
+        return problem(
+            name,
+            f"{found}; {format_bytes(host_bytes)} is to be given",
+            f"{larger}; or put the arena elsewhere (kvpager serve --arena PATH), or give less (--host-bytes)",
+        )
+    if kind not in ("tmpfs", "ramfs", "hugetlbfs", _UNKNOWN):
         return warning(name, f"{found}: blocks are written to a disk in the end", "put the arena on a tmpfs")
     return ok(name, found)
 
@@ -154,6 +169,10 @@ def check_huge_pages(*, folder: Path = _SHARED_MEMORY, sys: Path = _SYS, proc: P
         folder: where the arena's file lies.
         sys, proc: where sysfs and procfs are mounted.
     """
+    if not folder.is_dir():
+        return warning(
+            "huge pages", f"cannot be known: {folder} is no folder", "give the folder of the arenas (--shm)"
+        )
     kind, options = _mount_of(folder, proc)
     by_mount = next((one.partition("=")[2] for one in options if one.startswith("huge=")), "never")
     if kind == "hugetlbfs":
@@ -164,6 +183,9 @@ def check_huge_pages(*, folder: Path = _SHARED_MEMORY, sys: Path = _SYS, proc: P
         return ok(
             "huge pages", "this kernel has no transparent huge pages for shared memory, or does not tell"
         )
+    if kind != "tmpfs":
+        # Only a tmpfs has the option, and nothing is gained by it elsewhere.
+        return ok("huge pages", f"{folder} is on {kind}: they are for arenas on a tmpfs or hugetlbfs")
     chosen = re.search(r"\[(\w+)\]", text)
     by_kernel = chosen[1] if chosen else text.strip()
     found = f"{folder} is mounted with huge={by_mount}, and shmem_enabled is {by_kernel}"
@@ -183,9 +205,9 @@ def _mount_of(path: Path, proc: Path) -> tuple[str, list[str]]:
     try:
         lines = (proc / "self" / "mountinfo").read_text().splitlines()
     except OSError:
-        return "an unknown file system", []
+        return _UNKNOWN, []
     real = path.resolve()
-    best: tuple[int, str, list[str]] = (-1, "an unknown file system", [])
+    best: tuple[int, str, list[str]] = (-1, _UNKNOWN, [])
     for line in lines:
         before, _, after = line.partition(" - ")
         point = Path(before.split()[4].encode().decode("unicode_escape"))

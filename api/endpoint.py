@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from ..tiers.errors import ConfigError
-from ..tiers.settings import expect_path, shown
+from ..tiers.settings import expect_path, shown, shown_url
 from .remote_access import check_token, keep_alive
 from .tls_stream import TLSStream
 
@@ -107,8 +107,12 @@ class TcpEndpoint:
     context: ssl.SSLContext | None = None
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'kvpager' if self.context is None else 'kvpagers'}://{host}:{self.port}"
+        return f"{'kvpager' if self.context is None else 'kvpagers'}://{self.place}"
+
+    @property
+    def place(self) -> str:
+        """Host and port."""
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def local(self) -> bool:
@@ -151,6 +155,8 @@ def endpoint_of(
     parts = urlsplit(text)
     if parts.scheme in ("kvpager", "kvpagers"):
         return _tcp_endpoint(parts.scheme == "kvpagers", text, token, ca)
+    if "://" in text and parts.scheme != "unix":
+        raise ConfigError("url", f"must be {_KINDS}, got {shown_url(text)}")
     for setting, given in (("token", token), ("ca", ca)):
         if given is not None:
             raise ConfigError(setting, "is for a sidecar that is reached over TCP, kvpager(s)://host:port")
@@ -158,8 +164,6 @@ def endpoint_of(
         if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
             raise ConfigError("url", f"must be unix:///path, got {shown(text)}")
         text = unquote(parts.path)
-    elif "://" in text:
-        raise ConfigError("url", f"must be {_KINDS}, got {shown(text)}")
     if len(os.fsencode(text)) > _LONGEST_PATH:
         raise ConfigError("url", f"a socket's path has {_LONGEST_PATH} bytes at most, got {shown(text)}")
     return UnixEndpoint(text)

@@ -182,7 +182,9 @@ class Sessions:
     def _tell_closed(self) -> None:
         if not self._told_closed:
             self._told_closed = True
-            _log.warning("the cold tier was closed under its engine: nothing more is found or kept there")
+            # Without a cold tier of its own it has that of a connection, or of a store that others closed.
+            what = "connection or host store" if self._cold is None else "cold tier"
+            _log.warning("the %s was closed under its engine: nothing more is found or kept there", what)
 
 
 def _common_length(known: npt.NDArray[np.int32], length: int, tokens: npt.NDArray[np.int32]) -> int | None:

@@ -65,6 +65,21 @@ def test_wrong_usage_ends_with_2(arguments: list[str], capsys: pytest.CaptureFix
     assert "usage: kvpager" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["demo", "serve", "doctor"])
+def test_an_unknown_option_is_told_with_the_usage_of_its_command(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--bogus"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: kvpager {command} ")
+    assert f"kvpager {command}: error: unrecognized arguments: --bogus" in said
+    with pytest.raises(SystemExit):
+        main(["--bogus", command])
+    assert capsys.readouterr().err.startswith("usage: kvpager [-h]")
+
+
 @pytest.mark.parametrize("option", ["--sessions", "--answer-tokens"])
 @pytest.mark.parametrize("value", ["0", "-3"])
 def test_numbers_that_make_no_sense_are_refused(
@@ -143,6 +158,7 @@ def test_findings_of_the_doctor_name_the_option(
         (["--socket", "http://x"], "sidecar: --socket: must be unix:///path"),
         (["--socket", "kvpager://localhost:1"], "sidecar: --token-file: a sidecar that is reached over TCP"),
         (["--cold", "http://x"], "cold tier: --cold: must begin with redis://"),
+        (["--cold", "disk:///proc/none"], "cold tier: /proc/none is not there and cannot be made"),
         (["--shm", f"{tmp_path}/none"], f"arenas: --shm: {tmp_path}/none cannot be read"),
     ):
         assert main(["doctor", *arguments]) == 1

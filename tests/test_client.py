@@ -40,6 +40,7 @@ from kvpager.tiers.errors import (
     StaleHandleError,
 )
 from kvpager.tiers.layout import KVLayout
+from kvpager.tiers.pinned import arena_sizes
 
 SIZE = LAYOUT.block_bytes
 
@@ -137,8 +138,14 @@ def test_spaces_are_apart_and_the_same_for_equal_ones(running: Running) -> None:
         assert found(space, 0, 1) == 1
         assert len(client.space(LAYOUT, shard="1/2").match(names(0, 1))) == 0
         assert len(client.space(other).match(names(0, 1))) == 0
-        with pytest.raises(ConfigError, match="block_size"):
-            client.space(KVLayout(1000, 8, 128))
+        wide = KVLayout(1000, 8, 128)
+        with pytest.raises(
+            ConfigError, match=r"block_size: .* give kvpager serve --host-bytes 1024M at least"
+        ):
+            client.space(wide)
+        assert arena_sizes((1024 << 20) - 1, None)[1] < wide.block_bytes <= arena_sizes(1024 << 20, None)[1]
+        with pytest.raises(ConfigError, match=r"block_size: .* no sidecar's are larger than 256.0 MiB"):
+            client.space(KVLayout(10000, 8, 128))
         assert (
             running.host.space(LAYOUT).addresses(np.array([3, 5], np.int32)).tolist()
             == (
@@ -353,6 +360,28 @@ def test_the_base_install_connects_without_torch(running: Running) -> None:
 
 
 # What is not there
+
+
+def test_calls_that_nothing_can_stand_for_raise_without_a_sidecar_on_every_connection(
+    serving: ServeProcess,
+) -> None:
+    with kvpager.connect(serving.path, timeout=5.0) as client:
+        space = client.space(LAYOUT)
+        serving.kill()
+        assert found(space, 0, 1) == put(space, 0, 1) == space.pin(names(0, 1)) == 0
+        calls: list[Callable[[], object]] = [
+            client.stats,
+            client.flush,
+            client.clients,
+            lambda: client.command("sleep", "anna"),
+            lambda: client.purge_tenant("acme"),
+            lambda: client.wait_ready(0.1),
+            lambda: space.purge(names(0, 1)),
+            lambda: space.purge_session("anna", root=bytes(16)),
+        ]
+        for call in calls:
+            with pytest.raises(ServiceUnavailableError):
+                call()
 
 
 def test_no_sidecar_is_an_error_when_connecting(tmp_path: Path) -> None:

@@ -281,6 +281,8 @@ def test_the_url_decides_which_tier_is_opened(redis_urls: Callable[[str], str], 
     ("url", "settings", "problem"),
     [
         ("memcached://localhost", {}, "cold.url: must begin with redis://"),
+        ("ftp://x/y", {}, "or disk:///, or be a folder's path, got 'ftp://x/y'$"),
+        ("ftp://me:sesame@x", {}, "got 'ftp://...'$"),
         ("disk://relative", {"capacity_bytes": 1 << 20}, "cold.url: .* needs an absolute path"),
         ("", {"capacity_bytes": 1 << 20}, "cold.url: must be a path, got ''"),
         ("/tmp/x", {}, "cold.capacity_bytes: is needed"),

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import mmap
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import kvpager
 import pytest
 from kvpager.api.cli import main
+from kvpager.api.doctor_arenas import check_arenas, held_by_arenas
 from kvpager.api.doctor_cold import check_cold
 from kvpager.api.doctor_gpu import check_driver, check_gpu, check_numa
 from kvpager.api.doctor_memory import check_huge_pages, check_memory, check_page_lock, check_shared_memory
-from kvpager.api.doctor_sidecar import check_arenas, check_sidecar, held_by_arenas
+from kvpager.api.doctor_sidecar import check_sidecar
 from kvpager.api.doctor_software import check_extra, check_packages, check_python, requirements
 from kvpager.api.findings import Finding, Level
 from kvpager.kvstore.host import HostStore
+from kvpager.tests.certificates import Authority
 from kvpager.tests.redis_servers import RedisServer, free_port
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tiers.arena_file import ArenaFile
@@ -146,10 +152,25 @@ class TestMemory:
         finding = check_shared_memory(MIB, folder=tmp_path, proc=proc)
         assert finding.level is Level.WARNING
         assert finding.found.startswith("xfs of ")
+        finding = check_shared_memory(1 << 60, folder=tmp_path, proc=proc)
+        assert finding.level is Level.PROBLEM
+        assert "free some" in finding.advice
+        assert "remount" not in finding.advice
+
+    def test_an_arenas_folder_on_a_disk_has_no_option_for_huge_pages(self, tmp_path: Path) -> None:
+        proc = mounts(tmp_path / "proc", tmp_path, kind="ext4")
+        write(tmp_path / "sys", kernel__mm__transparent_hugepage__shmem_enabled="always [advise] never")
+        finding = check_huge_pages(folder=tmp_path, sys=tmp_path / "sys", proc=proc)
+        assert (finding.level, finding.advice) == (Level.OK, "")
+        assert f"{tmp_path} is on ext4" in finding.found
 
     def test_an_arenas_folder_that_is_not_there_is_a_problem(self, tmp_path: Path) -> None:
         finding = check_shared_memory(MIB, folder=tmp_path / "none", proc=tmp_path)
         assert (finding.level, finding.found) == (Level.PROBLEM, "is not there")
+        assert "remount" not in finding.advice
+        finding = check_huge_pages(folder=tmp_path / "none")
+        assert "is no folder" in finding.found
+        assert "remount" not in finding.advice
 
     @pytest.mark.parametrize(
         ("options", "setting", "level"),
@@ -310,12 +331,15 @@ class TestArenas:
         (finding,) = check_arenas(tmp_path)
         assert finding.level is Level.WARNING
         assert f"{path}, " in finding.found
-        assert "of 8.0 MiB there, and no sidecar has it" in finding.found
+        assert "for 8.0 MiB of blocks; with its records " in finding.found
+        assert finding.found.endswith("no sidecar has it")
         assert "--remove-orphans" in finding.advice
+        # It lies where no socket's own arena does.
+        assert f"kvpager serve with --arena {path} takes it over" in finding.advice
         assert len(list(tmp_path.iterdir())) == 2
         (finding,) = check_arenas(tmp_path, remove=True)
         assert finding.level is Level.OK
-        assert finding.found.endswith(", removed")
+        assert finding.found.endswith("; removed")
         assert list(tmp_path.iterdir()) == []
 
     def test_one_that_is_owned_stays(self, tmp_path: Path) -> None:
@@ -334,7 +358,59 @@ class TestArenas:
         path.chmod(0o600)
         (finding,) = check_arenas(tmp_path, remove=True)
         assert finding.level is Level.WARNING
-        assert "not removed" in finding.found
+        assert "its records are gone" in finding.found
+        assert "not removed, since its name is not one that kvpager gives" in finding.found
+        assert path.exists()
+
+    def orphan(self, folder: Path) -> Path:
+        """An arena of this user's by its name and form, that has lost its records."""
+        path = Path(self.make(folder, f"kvpager-{os.getuid()}-0123456789ab.arena").path)
+        path.with_name(path.name + ".records").unlink()
+        return path
+
+    def test_an_orphan_that_has_lost_its_records_is_named_and_removed_when_it_is_said(
+        self, tmp_path: Path
+    ) -> None:
+        path = self.orphan(tmp_path)
+        (finding,) = check_arenas(tmp_path)
+        assert finding.level is Level.WARNING
+        assert f"{path}, for 8.0 MiB of blocks" in finding.found
+        assert "its records are gone, so no sidecar can take it over, and no process has it" in finding.found
+        assert finding.advice == "--remove-orphans gives it back"
+        assert path.exists()
+        (finding,) = check_arenas(tmp_path, remove=True)
+        assert (finding.level, finding.found.endswith("; removed")) == (Level.OK, True)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_one_without_records_that_a_process_has_mapped_or_locked_stays(self, tmp_path: Path) -> None:
+        path = self.orphan(tmp_path)
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE):
+            (finding,) = check_arenas(tmp_path, remove=True)
+            assert finding.level is Level.WARNING
+            assert f"not removed, since process {os.getpid()} has it mapped" in finding.found
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            (finding,) = check_arenas(tmp_path, remove=True)
+        assert (finding.level, "its sidecar lives" in finding.found) == (Level.OK, True)
+        assert path.exists()
+
+    @pytest.mark.parametrize("spoilt", ["mode", "length", "linked", "records", "name"])
+    def test_one_without_records_that_may_be_no_arena_stays(self, tmp_path: Path, spoilt: str) -> None:
+        path = self.orphan(tmp_path)
+        if spoilt == "mode":
+            path.chmod(0o644)
+        elif spoilt == "length":
+            os.truncate(path, 8 * MIB - 1)
+        elif spoilt == "linked":
+            os.link(path, tmp_path / "kept")
+        elif spoilt == "records":
+            path.with_name(path.name + ".records").write_text("something else")
+        else:
+            path = path.rename(tmp_path / f"kvpager-{os.getuid() + 1}-0123456789ab.arena")
+        (finding,) = check_arenas(tmp_path, remove=True)
+        assert finding.level is Level.WARNING
+        assert "not removed, since " in finding.found
+        assert f"rm {path}" in finding.advice
         assert path.exists()
 
     def test_a_folder_that_cannot_be_read_is_a_problem(self, tmp_path: Path) -> None:
@@ -358,6 +434,82 @@ class TestSidecar:
             finding = check_sidecar(str(serving.path))
             assert finding.level is Level.PROBLEM
             assert "kvpager serve" in finding.advice
+
+    def test_the_advice_fits_what_keeps_it_from_answering(self, tmp_path: Path) -> None:
+        token = "a token of the right length"
+        secret = tmp_path / "token"
+        secret.write_text(token)
+        secret.chmod(0o600)
+        authority = Authority(tmp_path)
+        mine = authority.certificate("localhost")
+        with ServeProcess(
+            tmp_path / "socket",
+            f"--listen=localhost:{(port := free_port())}",
+            f"--token-file={secret}",
+            f"--tls-cert={mine.certificate}",
+            f"--tls-key={mine.key}",
+        ) as serving:
+            there = f"kvpagers://localhost:{port}"
+            ca = str(authority.path)
+
+            def advice(place: str, token: str | None = None, ca: str | None = None) -> str:
+                finding = check_sidecar(place, token=token, ca=ca)
+                assert finding.level is Level.PROBLEM
+                return finding.advice
+
+            assert check_sidecar(there, token=token, ca=ca).level is Level.OK
+            assert "--token-file" in advice(there, ca=ca)
+            assert "--token-file" in advice(there, "no token of its", ca)
+            assert "--token-file" in advice(there, "another one of the right length", ca)
+            assert "--ca FILE" in advice(there, token)
+            assert f"--socket {there}" in advice(there.replace("kvpagers", "kvpager"), token)
+            assert "leave it out" in advice(there.replace("kvpagers", "kvpager"), token, ca)
+            assert "leave it out" in advice(str(serving.path), token)
+            assert "give --socket the path" in advice("http://localhost", token)
+            assert "PEM" in advice(there, token, str(secret))
+        assert "--listen" in advice(there, token, ca)
+        assert "start it (kvpager serve)" in advice(str(serving.path))
+
+    @pytest.mark.parametrize(
+        ("name", "days", "said"),
+        [("localhost", (-3, -1), "valid now"), ("elsewhere", (-1, 1), "as its certificate does")],
+    )
+    def test_a_certificate_that_is_not_good_here_is_told_from_one_that_nobody_knows(
+        self, tmp_path: Path, name: str, days: tuple[int, int], said: str
+    ) -> None:
+        token = "a token of the right length"
+        secret = tmp_path / "token"
+        secret.write_text(token)
+        secret.chmod(0o600)
+        authority = Authority(tmp_path)
+        mine = authority.certificate(name, from_now=days)
+        with ServeProcess(
+            tmp_path / "socket",
+            f"--listen=localhost:{(port := free_port())}",
+            f"--token-file={secret}",
+            f"--tls-cert={mine.certificate}",
+            f"--tls-key={mine.key}",
+        ):
+            finding = check_sidecar(f"kvpagers://localhost:{port}", token=token, ca=str(authority.path))
+        assert finding.level is Level.PROBLEM
+        assert said in finding.advice, finding
+
+    def test_one_that_speaks_plain_tcp_is_told_from_one_whose_certificate_is_not_trusted(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+
+            def answer() -> None:
+                with server.accept()[0] as connected:
+                    connected.recv(1 << 12)
+                    connected.sendall(b"no TLS is spoken here" * 4)
+
+            answering = threading.Thread(target=answer)
+            answering.start()
+            finding = check_sidecar(
+                f"kvpagers://127.0.0.1:{server.getsockname()[1]}", token="a token of the right length"
+            )
+            answering.join()
+        assert finding.level is Level.PROBLEM
+        assert "kvpager://" in finding.advice
 
     def test_one_that_nobody_named_may_be_absent(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -425,6 +577,9 @@ class TestColdTier:
         assert check_cold(f"disk://{tmp_path}/file/cold").level is Level.PROBLEM
         # Nobody, not even root, writes there.
         assert check_cold("disk:///proc/self").level is Level.PROBLEM
+        finding = check_cold("disk:///proc/none/cold")
+        assert finding.level is Level.PROBLEM
+        assert "cannot be made" in finding.found
 
     def test_a_folder_below_on_another_file_system_is_a_problem(self, tmp_path: Path) -> None:
         other = Path("/dev/shm")
@@ -468,7 +623,7 @@ class TestTheCommand:
         assert "no sidecar has it" in capsys.readouterr().out
         assert len(list(tmp_path.iterdir())) == 2
         main(self.run(tmp_path, "--remove-orphans"))
-        assert ", removed" in capsys.readouterr().out
+        assert "; removed" in capsys.readouterr().out
         assert list(tmp_path.iterdir()) == []
 
     def test_it_loads_no_torch(self, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import kvpager
 import pytest
 from kvpager.tests.raw_client import await_true
 from kvpager.tests.serve_process import ServeProcess
-from kvpager.tiers.errors import CommandError
+from kvpager.tiers.errors import ClosedError, CommandError
 
 if TYPE_CHECKING:
     from kvpager.api.client import Connection
@@ -164,3 +165,23 @@ def begin_params() -> Any:
     from kvpager.engine import SamplingParams
 
     return SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+def test_an_engine_whose_connection_was_closed_says_that_it_was_the_connection(
+    serving: ServeProcess, llama: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvpager.engine.llm import LLM
+    from kvpager.tests.engine_cases import GREEDY
+
+    if llama.device != "cpu":
+        pytest.skip("no GPU has a sidecar's memory mapped yet")
+    with (
+        kvpager.connect(serving.path, name="engine", timeout=20.0) as client,
+        suppress(ClosedError),  # of the engine's own end
+        LLM(llama.loaded, device="cpu", block_size=8, device_blocks=160, host=client) as llm,
+    ):
+        client.close()
+        with pytest.raises(ClosedError, match="the connection to the sidecar was closed"):
+            llm.generate(llama.prompts[:1], GREEDY, sessions=["anna"])
+    assert "the connection or host store was closed under its engine" in caplog.text
+    assert "the cold tier was closed" not in caplog.text

@@ -51,6 +51,7 @@ def test_who_lacks_a_package_is_told_what_to_install(program: str, absent: str, 
     )
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith(how_to_install(extra))
+    assert "demo: demo" not in done.stderr
 
 
 def test_the_way_of_installing_that_messages_name_is_the_readmes() -> None:

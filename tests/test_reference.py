@@ -25,6 +25,7 @@ from kvpager.tiers import errors
 from kvpager.tiers.cold import ColdStats
 from kvpager.tiers.cold_url import open_cold_tier
 from kvpager.tiers.layout import KVLayout
+from kvpager.tiers.pinned import arena_sizes, capacity_for
 
 PAGE = (Path(__file__).parents[1] / "docs" / "reference.md").read_text()
 CODE = re.findall(r"`([^`]+)`", PAGE)
@@ -53,6 +54,15 @@ def signature(called: Callable[..., Any]) -> str:
 )
 def test_signatures_are_as_they_are_written(called: Callable[..., Any]) -> None:
     assert f"{called.__name__}({signature(called)})" in CODE
+
+
+def test_the_sizes_of_blocks_that_a_pool_takes_are_those_of_its_extents() -> None:
+    written = re.findall(r"(\d+) MiB from `(\d+)([MG])`", PAGE)
+    assert len(written) == 6
+    for block, size, unit in written:
+        least = int(size) << {"M": 20, "G": 30}[unit]
+        assert arena_sizes(least, None)[1] == capacity_for(int(block) << 20) // 16 == int(block) << 20
+        assert arena_sizes(least - (1 << 20), None)[1] == int(block) << 19
 
 
 @pytest.mark.parametrize(

@@ -968,6 +968,8 @@ def test_a_sidecar_that_stops_takes_what_was_reserved_and_nothing_new(
         ("kvpager://localhost:7000?a=b", TOKEN, None, "url: "),
         ("kvpager://me:a-secret-token-xx@localhost:7000", TOKEN, None, "url: names no user or token"),
         ("http://localhost:7000", None, None, "url: "),
+        ("http://localhost:7000", TOKEN, None, "url: must be unix:///path, a path, kvpager://host:port or"),
+        ("http://me:a-secret-token-xx@localhost:7000", None, "/dev/null", "url: must be unix:///path"),
         ("kvpager://localhost:7000", None, None, "token: "),
         ("kvpager://localhost:7000", "short", None, "token: "),
         ("kvpager://localhost:7000", "x" * 2000, None, "token: "),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 from .cold import ColdTier
 from .cold_disk import DEFAULT_DEADLINE as DISK_DEADLINE
 from .cold_disk import DiskColdTier
 from .errors import ConfigError
-from .settings import expect_path
+from .settings import expect_path, shown_url
 
-__all__ = ["open_cold_tier"]
+__all__ = ["cold_folder", "open_cold_tier"]
+
+_REDIS_SCHEMES: Final = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 
 
 def open_cold_tier(
@@ -40,8 +43,8 @@ def open_cold_tier(
         ColdTierUnavailableError: something answers there that is no Redis.
     """
     url = expect_path("cold.url", url)
-    scheme, separator, rest = url.partition("://")
-    if separator and scheme != "disk":
+    path = cold_folder(url)
+    if path is None:
         if capacity_bytes is not None:
             raise ConfigError("cold.capacity_bytes", "is for a disk; limit a Redis with its own maxmemory")
         if fsync is not False:
@@ -57,11 +60,6 @@ def open_cold_tier(
             connections=DEFAULT_CONNECTIONS if connections is None else connections,
             deadline=REDIS_DEADLINE if deadline is None else deadline,
         )
-    path = rest if separator else url
-    if not path:
-        raise ConfigError("cold.url", f"{url!r} names no folder")
-    if separator and not path.startswith("/"):
-        raise ConfigError("cold.url", f"{url!r} needs an absolute path: disk:///{path}")
     if capacity_bytes is None:
         raise ConfigError("cold.capacity_bytes", "is needed for a cold tier on disk")
     if ttl is not None or connections is not None:
@@ -73,3 +71,25 @@ def open_cold_tier(
         fsync=fsync,
         deadline=DISK_DEADLINE if deadline is None else deadline,
     )
+
+
+def cold_folder(url: str) -> str | None:
+    """The folder of the cold tier that a URL names; None where it names a Redis.
+
+    Raises:
+        ConfigError: it names neither.
+    """
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme.lower() in _REDIS_SCHEMES:
+        return None
+    if separator and scheme != "disk":
+        known = ", ".join(f"{one}://" for one in _REDIS_SCHEMES)
+        raise ConfigError(
+            "cold.url", f"must begin with {known} or disk:///, or be a folder's path, got {shown_url(url)}"
+        )
+    path = rest if separator else url
+    if not path:
+        raise ConfigError("cold.url", f"{url!r} names no folder")
+    if separator and not path.startswith("/"):
+        raise ConfigError("cold.url", f"{url!r} needs an absolute path: disk:///{path}")
+    return path

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from .errors import ConfigError
 from .redis_wire import CONNECT_ERRORS, Wire, describe
-from .settings import expect_text, shown
+from .settings import expect_text, shown, shown_url
 
 __all__ = ["URL_SETTING", "Address"]
 
@@ -86,8 +86,8 @@ class Address:
         if scheme not in ("redis", "rediss", "unix"):
             raise ConfigError(
                 URL_SETTING,
-                f"must begin with redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://, "
-                f"got {parts.scheme + '://' if parts.scheme else url[:40]!r}",
+                "must begin with redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://, "
+                f"got {shown_url(url)}",
             )
         try:
             for name, value in parse_qsl(parts.query, keep_blank_values=True):

@@ -28,6 +28,7 @@ __all__ = [
     "expect_text",
     "expect_type",
     "shown",
+    "shown_url",
 ]
 
 MOST_BYTES: Final = (1 << 63) - 1
@@ -51,6 +52,14 @@ def shown(value: object) -> str:
     except ValueError:  # an integer of more digits than Python writes, somewhere inside
         return f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def shown_url(url: str) -> str:
+    """A URL as the message of an error shows it: of one that may hold a password no more than its scheme."""
+    scheme, separator, rest = url.partition("://")
+    if "@" not in rest and "?" not in rest:
+        return shown(url)
+    return shown(f"{scheme}{separator}...")
 
 
 def expect_integer(setting: str, value: object, least: int, most: int | None = None) -> int:
