@@ -95,11 +95,11 @@ def _removed(path: str, found: str) -> Finding:
     return ok("arena", f"{found}; removed")
 
 
-# An arena without records: no sidecar can take it over, and none starts where it lies.
+# An arena without records: nobody knows its blocks any more. The next sidecar there begins anew.
 
 
 def _without_records(path: str, found: str, remove: bool, proc: Path) -> Finding:
-    found += "; its records are gone, so no sidecar can take it over"
+    found += "; its records are gone, and with them its blocks"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:

@@ -287,7 +287,8 @@ class FoundArena:
         nbytes: bytes that it may come to.
         held_bytes: bytes of memory, or of the disk, that it and its records take.
         owned: whether a process has it locked; None where this user may not look. One that nobody owns is an
-            orphan: the next sidecar there takes it over, and if there is none to come it may be removed.
+            orphan: the next sidecar there takes it over, or replaces it where its records are gone, and if
+            there is none to come it may be removed.
     """
 
     path: str
