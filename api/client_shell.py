@@ -52,6 +52,8 @@ REFUSALS: Final = (AccessDeniedError, ProtocolError, TLSError)
 READ_BYTES: Final = 1 << 18
 """Of a read at most."""
 _MOST_FDS: Final = 4
+_CHANCE: Final = random.Random()
+"""Not the module's own, whose sequence may be one that the program has seeded."""
 
 
 class Backoff:
@@ -70,7 +72,7 @@ class Backoff:
     def seconds(self) -> float:
         """How long to wait for the next."""
         seconds, self._next = self._next, min(self._MOST, 2 * self._next)
-        return seconds * random.uniform(0.5, 1.0)
+        return seconds * _CHANCE.uniform(0.5, 1.0)
 
 
 def read_socket(

@@ -28,6 +28,8 @@ __all__ = ["CLUSTER_SLOTS", "Fleet", "Redirect", "Server"]
 
 _log = logging.getLogger(__name__)
 
+_CHANCE: Final = random.Random()
+"""Not the module's own, whose sequence may be one that the program has seeded."""
 _STALL_SECONDS: Final = 0.1
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 2.0
@@ -168,7 +170,7 @@ class Server:
                     self._condition.notify_all()
                     # One thread is enough to knock at a closed door.
                     if self._dialing > 1 or self._condition.wait_for(
-                        lambda: self._closed, pause * random.uniform(0.8, 1.2)
+                        lambda: self._closed, pause * _CHANCE.uniform(0.8, 1.2)
                     ):
                         self._dialing -= 1
                         return
@@ -299,7 +301,7 @@ class Fleet:
                 return
             self._asked_at = now
             candidates = [server for server in self._servers.values() if server.trouble is None]
-        random.shuffle(candidates)
+        _CHANCE.shuffle(candidates)
         for server in candidates:
             try:
                 wire = server.acquire(until, ["CLUSTER SLOTS"])
