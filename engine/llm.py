@@ -513,7 +513,10 @@ class LLM:
             rest.callback(self._sessions.close)
             if self._control is not None:
                 rest.callback(self._control.close)
-            if not self.store.closed:  # a close that was interrupted may have come that far
+            below = self.store.host
+            if below is not None and below.closed:
+                _log.warning("nothing is kept: the host memory was closed before the engine")
+            elif not self.store.closed:  # a close that was interrupted may have come that far
                 for sequence in self._scheduler.unfinished:
                     self._abort(sequence)
                 self.store.flush()

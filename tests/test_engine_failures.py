@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -355,6 +356,23 @@ def test_a_closed_engine_says_so(llama: Case, make_llama: MakeLLM) -> None:
     ):
         with pytest.raises(ClosedError, match="closed"):
             call()
+
+
+def test_an_engine_whose_host_memory_was_closed_under_it_is_closed_all_the_same(
+    llama: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = HostStore(8 << 20, device=llama.device)
+    settings: dict[str, Any] = {"device": llama.device, "block_size": 8, "device_blocks": 40, "host": host}
+    llm = LLM(llama.loaded, **settings)
+    sequence = llm.submit(llama.prompts[LONG], GREEDY)
+    run_until(llm, sequence, SequenceState.DECODING)
+    host.close()
+    with pytest.raises(ClosedError):
+        llm.generate(llama.prompts[SHORT])
+    llm.close()
+    assert llm.closed
+    assert "the host memory was closed before the engine" in caplog.text
+    llm.close()
 
 
 def test_a_stream_that_is_read_on_when_its_engine_is_closed_says_so(speaking: Case, made: list[LLM]) -> None:
