@@ -154,7 +154,7 @@ def test_room_that_is_pinned_is_not_waited_for(llama: Case, make_llama: MakeLLM,
     check_nothing_is_held(llm)
 
 
-def test_room_beyond_a_spaces_share_is_not_waited_for(llama: Case, make_llama: MakeLLM) -> None:
+def test_room_that_another_space_keeps_pinned_is_not_waited_for(llama: Case, make_llama: MakeLLM) -> None:
     if llama.device != "cpu":
         pytest.skip("the host store of this test is mapped for no GPU")
     block_bytes = llama.loaded.model.kv_layout(8).block_bytes
@@ -164,9 +164,11 @@ def test_room_beyond_a_spaces_share_is_not_waited_for(llama: Case, make_llama: M
         names = [at.to_bytes(16, "little") for at in range(other.capacity)]
         blocks = np.zeros((len(names), other.layout.block_bytes), np.uint8)
         assert other.put(names, blocks) == len(names)
+        half = names[: len(names) // 2]
+        assert other.pin(half) == len(half)
         llm = make_llama(host=host, host_bytes=None, device_blocks=6)
         started = time.monotonic()
-        # Of 13 blocks 6 are on the device, and 8 in half of the host memory; for 16 there is no room.
+        # Of 13 blocks 6 are on the device, and 8 in the half of host memory that idles; 16 have no room.
         done = llm.generate([llama.prompts[LONG]], replace(GREEDY, max_tokens=50))
         assert time.monotonic() - started < HOPELESS_SECONDS
         assert done[0].finish_reason is FinishReason.CAPACITY
