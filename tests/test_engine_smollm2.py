@@ -228,7 +228,8 @@ def test_a_restarted_engine_goes_on_from_the_cold_tier(
     first = llm.generate(prompts, half, sessions=names)
     llm.close(drain=30.0)
 
-    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    # All of it is wanted from the cold tier, however slow the machine is at the moment.
+    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30), load_seconds=60.0)
     talks = [prompt + list(answer.token_ids) for prompt, answer in zip(prompts, first, strict=True)]
     saved = llm.session_tokens("chat-3")
     assert saved is not None
