@@ -52,7 +52,7 @@ def serving(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Itera
     ("seconds", "growth"),
     [
         # The threads of a sidecar take their memory in the first minute.
-        pytest.param(12.0, 32 * MIB, id="short"),
+        pytest.param(60.0, 32 * MIB, id="a minute"),
         pytest.param(600.0, 8 * MIB, id="ten minutes", marks=[pytest.mark.full, pytest.mark.timeout(1200)]),
     ],
 )
