@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from kvpager.api.doctor_sidecar import check_sidecar
 from kvpager.api.doctor_software import check_extra, check_packages, check_python, requirements
 from kvpager.api.findings import Finding, Level
 from kvpager.kvstore.host import HostStore
-from kvpager.tests.certificates import Authority
+from kvpager.tests.certificates import Authority, Certificate
 from kvpager.tests.redis_servers import RedisServer, free_port
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tiers.arena_file import ArenaFile
@@ -33,6 +35,7 @@ from kvpager.tiers.driver import DriverDevice, driver_answers, driver_devices, w
 MIB = 1 << 20
 GIB = 1 << 30
 GPU = DriverDevice("NVIDIA H200", "0000:17:00.0")
+TOKEN = "a-token-of-the-right-length"
 
 
 def write(root: Path, **files: str) -> None:
@@ -424,6 +427,22 @@ class TestArenas:
         assert held_by_arenas(tmp_path) > path.stat().st_blocks * 512 > 0
 
 
+@contextmanager
+def behind_tls(folder: Path, mine: Certificate) -> Iterator[tuple[ServeProcess, str]]:
+    """A sidecar that is reached over TLS with `TOKEN`, and its URL."""
+    secret, port = folder / "token", free_port()
+    secret.write_text(TOKEN)
+    secret.chmod(0o600)
+    with ServeProcess(
+        folder / "socket",
+        f"--listen=localhost:{port}",
+        f"--token-file={secret}",
+        f"--tls-cert={mine.certificate}",
+        f"--tls-key={mine.key}",
+    ) as serving:
+        yield serving, f"kvpagers://localhost:{port}"
+
+
 class TestSidecar:
     def test_one_that_answers_tells_what_it_has(self, tmp_path: Path) -> None:
         with ServeProcess(tmp_path / "socket") as serving:
@@ -437,21 +456,9 @@ class TestSidecar:
             assert "kvpager serve" in finding.advice
 
     def test_the_advice_fits_what_keeps_it_from_answering(self, tmp_path: Path) -> None:
-        token = "a-token-of-the-right-length"
-        secret = tmp_path / "token"
-        secret.write_text(token)
-        secret.chmod(0o600)
         authority = Authority(tmp_path)
-        mine = authority.certificate("localhost")
-        with ServeProcess(
-            tmp_path / "socket",
-            f"--listen=localhost:{(port := free_port())}",
-            f"--token-file={secret}",
-            f"--tls-cert={mine.certificate}",
-            f"--tls-key={mine.key}",
-        ) as serving:
-            there = f"kvpagers://localhost:{port}"
-            ca = str(authority.path)
+        ca, token, secret = str(authority.path), TOKEN, tmp_path / "token"
+        with behind_tls(tmp_path, authority.certificate("localhost")) as (serving, there):
 
             def advice(place: str, token: str | None = None, ca: str | None = None) -> str:
                 finding = check_sidecar(place, token=token, ca=ca)
@@ -478,20 +485,9 @@ class TestSidecar:
     def test_a_certificate_that_is_not_good_here_is_told_from_one_that_nobody_knows(
         self, tmp_path: Path, name: str, days: tuple[int, int], said: str
     ) -> None:
-        token = "a-token-of-the-right-length"
-        secret = tmp_path / "token"
-        secret.write_text(token)
-        secret.chmod(0o600)
         authority = Authority(tmp_path)
-        mine = authority.certificate(name, from_now=days)
-        with ServeProcess(
-            tmp_path / "socket",
-            f"--listen=localhost:{(port := free_port())}",
-            f"--token-file={secret}",
-            f"--tls-cert={mine.certificate}",
-            f"--tls-key={mine.key}",
-        ):
-            finding = check_sidecar(f"kvpagers://localhost:{port}", token=token, ca=str(authority.path))
+        with behind_tls(tmp_path, authority.certificate(name, from_now=days)) as (_, there):
+            finding = check_sidecar(there, token=TOKEN, ca=str(authority.path))
         assert finding.level is Level.PROBLEM
         assert said in finding.advice, finding
 
