@@ -13,7 +13,7 @@ Where the records lie in a mapping that outlives the process (`SlotArrays.record
 order in which a process may be killed between any two writes, and the next one (`adopt`) knows what was
 meant:
 
-- a grant writes hash, CRC, state, and the generation last: before that the CRC fits no record;
+- a grant writes lineage, hash, CRC, state, and the generation last: before that the CRC fits no record;
 - every other change writes the CRC first and the state last, which is one byte.
 
 A slot whose record fits nothing that a killed process leaves is *damaged*: neither found nor granted, until
@@ -32,8 +32,10 @@ from ..tiers.arena import SlotAllocator
 from ..tiers.errors import ConfigError, IntegrityError
 from .handles import Generations, ReserveStatus, all_different, first_generations
 from .hashing import HASH_BYTES, leading
+from .lineage import Lineage
 from .policy import EvictionPolicy, Ids
 from .slot_arrays import SlotArrays
+from .slot_lineage import SlotLineage
 
 __all__ = ["Adopted", "Evicted", "OldExtent", "Purged", "SlotRecords"]
 
@@ -107,6 +109,7 @@ class SlotRecords:
         generations: int64 [capacity], raised with every grant.
         leases: int32 [capacity], pins included.
         in_cold: bool [capacity], whether the cold tier has a copy.
+        lineage: the chains that blocks are of, and how often each was found.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class SlotRecords:
         self.generations = arrays.generations
         self.leases = np.zeros(capacity, dtype=np.int32)
         self.in_cold = arrays.in_cold
+        self.lineage = SlotLineage(arrays)
         self._arrays = arrays
         self._state = arrays.state
         self._pins = arrays.pins
@@ -330,13 +334,14 @@ class SlotRecords:
         """Slots that were taken and not reserved."""
         self._free.free(slots)
 
-    def reserve(self, slots: Ids, names: list[bytes]) -> None:
-        """Slots that were taken are granted for blocks of these names."""
+    def reserve(self, slots: Ids, names: list[bytes], lineage: Lineage | None = None) -> None:
+        """Slots that were taken are granted for blocks of these names, and of this lineage if it is known."""
         if not names:
             return
         hashes = np.frombuffer(b"".join(names), dtype=_NAME)
         at = slots.astype(np.intp)
         generations = self.generations[at] + 1
+        self.lineage.grant(at, lineage)
         self._hashes[at] = hashes
         self._seal(slots, hashes, generations, _RESERVED)
         self._state[at] = _RESERVED
@@ -636,6 +641,7 @@ class SlotRecords:
         # Of what was used together later blocks go sooner, and these mostly lie in higher slots.
         idle = committed[self.leases[committed] == 0][::-1]
         self._policy.insert(idle[np.argsort(self._used_at[idle], kind="stable")])
+        self.lineage.adopt()
         return Adopted(
             len(committed),
             len(reserved),
@@ -729,6 +735,7 @@ class SlotRecords:
             for name, slot in book.items():
                 if self._hashes[slot].tolist() != name:
                     raise IntegrityError(f"host slot {slot} has another hash than the index says")
+        self.lineage.check_integrity(committed.astype(np.int32))
         if self._num_cleaning != np.count_nonzero(self._cleaning):
             raise IntegrityError(f"{self._num_cleaning} host blocks are counted as being copied below")
         if (self.leases < 0).any() or (self._pins + self._timed > self.leases).any():
