@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,9 +14,23 @@ from .handles import Generations, first_generations
 from .hashing import HASH_BYTES
 from .slot_crc import Crcs, SlotCrc
 
-__all__ = ["SlotArrays", "slot_specs"]
+__all__ = ["SlotArrays", "SlotState", "slot_specs"]
 
 _NAME: Final = f"V{HASH_BYTES}"
+
+
+class SlotState(enum.IntEnum):
+    """What a slot holds, as records have it."""
+
+    FREE = 0
+    RESERVED = 1
+    COMMITTED = 2
+    DAMAGED = 3
+    """Its record fits nothing; what lies there is not known."""
+    PURGED = 4
+    """Was committed; nobody finds it, and it is free when those who lease it, or copy it below, let go of it."""
+    VOID = 5
+    """Is reserved, and will be free when it is committed: its name was purged."""
 
 
 @dataclass(frozen=True, eq=False)

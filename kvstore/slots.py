@@ -34,19 +34,18 @@ from .handles import Generations, ReserveStatus, all_different, first_generation
 from .hashing import HASH_BYTES, leading
 from .lineage import Lineage
 from .policy import EvictionPolicy, Ids
-from .slot_arrays import SlotArrays
+from .slot_arrays import SlotArrays, SlotState
 from .slot_lineage import SlotLineage
 
 __all__ = ["Adopted", "Evicted", "OldExtent", "Purged", "SlotRecords"]
 
-_FREE: Final = 0
-_RESERVED: Final = 1
-_COMMITTED: Final = 2
-_DAMAGED: Final = 3
-_PURGED: Final = 4
-"""Was committed; nobody finds it, and it is free when those who lease it, or copy it below, let go of it."""
-_VOID: Final = 5
-"""Is reserved, and will be free when it is committed: its name was purged."""
+# As plain numbers, which arrays are compared with at no cost.
+_FREE: Final = int(SlotState.FREE)
+_RESERVED: Final = int(SlotState.RESERVED)
+_COMMITTED: Final = int(SlotState.COMMITTED)
+_DAMAGED: Final = int(SlotState.DAMAGED)
+_PURGED: Final = int(SlotState.PURGED)
+_VOID: Final = int(SlotState.VOID)
 
 _NAME: Final = f"V{HASH_BYTES}"
 _DENIED: Final = int(ReserveStatus.DENIED)
