@@ -42,12 +42,12 @@ class Ranked:
     values: npt.NDArray[np.int64]
     words: npt.NDArray[np.uint64]
 
-    def after(self, value: int, word: int, count: int) -> _Nodes:
-        """Up to `count` nodes from the first one that is not before this place."""
+    def place(self, value: int, name: bytes) -> int:
+        """Where the first one stands that is not ranked before this value and hash."""
         start = int(np.searchsorted(-self.values, -value))
         stop = int(np.searchsorted(-self.values, -value, side="right"))
-        start += int(np.searchsorted(self.words[start:stop], np.uint64(word)))
-        return self.nodes[start : start + count]
+        word = np.frombuffer(name, ">u8", 1)[0].astype(np.uint64)
+        return start + int(np.searchsorted(self.words[start:stop], word))
 
 
 class Tree:
@@ -88,6 +88,10 @@ class Tree:
             at += 1
         return None
 
+    def leading(self, names: Sequence[bytes]) -> int:
+        """How many of the first of these are resident."""
+        return next((at for at, name in enumerate(names) if self.find(name) is None), len(names))
+
     def name(self, node: int) -> bytes:
         """The hash of a node."""
         return self.blocks.hashes[node].tobytes()
@@ -122,6 +126,19 @@ class Tree:
                 inside[level] = inside[self.parent[level]]
         after = np.flatnonzero(inside)
         return [*before[shared:], *after[np.argsort(depths[after], kind="stable")].tolist()]
+
+    def pinned_alone(self, node: int) -> list[int]:
+        """The pinned nodes of a chain up to where another pinned block continues it."""
+        pinned = np.append(self.blocks.pins > 0, False)
+        following = np.bincount(self.parent[pinned[:-1]], minlength=self.count + 1)
+        found: list[int] = []
+        for one in self.chain(node)[::-1]:
+            # The block that was looked at last is one that continues this one, and not another.
+            if following[one] > (bool(found) and pinned[found[-1]]):
+                break
+            if pinned[one]:
+                found.append(one)
+        return found
 
     @cached_property
     def _sums(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
