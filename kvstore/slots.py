@@ -33,18 +33,18 @@ from ..tiers.errors import ConfigError, IntegrityError
 from .handles import Generations, ReserveStatus, all_different, first_generations
 from .hashing import HASH_BYTES, leading
 from .policy import EvictionPolicy, Ids
-from .slot_arrays import SlotArrays
+from .slot_arrays import SlotArrays, SlotState
+from .slot_looks import SlotLooks
 
 __all__ = ["Adopted", "Evicted", "OldExtent", "Purged", "SlotRecords"]
 
-_FREE: Final = 0
-_RESERVED: Final = 1
-_COMMITTED: Final = 2
-_DAMAGED: Final = 3
-_PURGED: Final = 4
-"""Was committed; nobody finds it, and it is free when those who lease it, or copy it below, let go of it."""
-_VOID: Final = 5
-"""Is reserved, and will be free when it is committed: its name was purged."""
+# Plain numbers: a member looked up on its class costs as much as comparing an array to it.
+_FREE: Final = int(SlotState.FREE)
+_RESERVED: Final = int(SlotState.RESERVED)
+_COMMITTED: Final = int(SlotState.COMMITTED)
+_DAMAGED: Final = int(SlotState.DAMAGED)
+_PURGED: Final = int(SlotState.PURGED)
+_VOID: Final = int(SlotState.VOID)
 
 _NAME: Final = f"V{HASH_BYTES}"
 _DENIED: Final = int(ReserveStatus.DENIED)
@@ -107,6 +107,7 @@ class SlotRecords:
         generations: int64 [capacity], raised with every grant.
         leases: int32 [capacity], pins included.
         in_cold: bool [capacity], whether the cold tier has a copy.
+        looks: what is found out about slots without the lock.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class SlotRecords:
         self._free = SlotAllocator()
         self._policy = policy
         policy.resize(capacity)
+        self.looks = SlotLooks(slots_per_extent, arrays, self.leases, self._timed, self._cleaning)
 
     @property
     def capacity(self) -> int:
