@@ -9,7 +9,7 @@ what the client group holds from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +18,6 @@ import numpy.typing as npt
 from .. import __version__
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
 from ..kvstore.hashing import space_id
-from ..kvstore.host import HostStore
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
 from ..kvstore.tenants import check_tenant
@@ -37,13 +36,11 @@ from ..tiers.errors import (
 from ..tiers.layout import KVLayout
 from ..tiers.settings import expect_seconds, expect_text
 from .claims import Claims
-from .commands import Engine, Engines
+from .commands import Engine
 from .groups import UNNAMED, Group
 from .messages import (
     Abort,
     Blocks,
-    Clients,
-    Command,
     CommandDone,
     Commit,
     Count,
@@ -51,7 +48,6 @@ from .messages import (
     Evict,
     Flush,
     Get,
-    GetClients,
     GetNote,
     GetStats,
     Hint,
@@ -79,16 +75,16 @@ from .messages import (
     Subscribe,
     Unpin,
 )
+from .operator_answers import OperatorAnswers
 from .purges import Purges
+from .service import Job, Service, seconds_of
 
-__all__ = ["Answers", "Job", "Service", "ServiceCounters", "request_bytes"]
+__all__ = ["Answers", "request_bytes"]
 
 _QUICK_BLOCKS: Final = 1 << 14
 """More blocks than these in one request are another thread's work."""
 _QUICK_BYTES: Final = 256 << 10
 """So are more bytes of blocks than these."""
-_MOST_WAIT: Final = 60.0
-"""Seconds that a request waits at most, whatever it asks for."""
 _MOST_SPACES: Final = 256
 """Spaces of a sidecar; each has records of all the slots that it might have."""
 _MOST_SLOTS: Final = 1 << 24
@@ -97,59 +93,6 @@ _MOST_TEXT: Final = 256
 _REPLY_BYTES: Final = 64
 """What a frame with one byte string has around it, at most."""
 _NEW: Final = int(ReserveStatus.NEW)
-
-
-@dataclass(frozen=True)
-class Job:
-    """Work for another thread.
-
-    Args:
-        waits: whether it waits for something, rather than being long.
-        work: runs in the thread.
-        finish: makes the reply of what `work` returned; on the loop.
-        undo: gives back what `work` returned where there is nobody to reply to any more; in any thread.
-        instead: ends what the request was to end where `work` is never begun; in a thread.
-    """
-
-    waits: bool
-    work: Callable[[], Any]
-    finish: Callable[[Any], Message]
-    undo: Callable[[Any], object] | None = None
-    instead: Callable[[], object] | None = None
-
-
-@dataclass
-class ServiceCounters:
-    """What a sidecar did since its start."""
-
-    connections: int = 0
-    refused: int = 0
-    """Connections that were not let in."""
-    requests: int = 0
-    failures: int = 0
-    protocol_errors: int = 0
-    events_lost: int = 0
-
-
-@dataclass
-class Service:
-    """What the connections of a sidecar have in common.
-
-    Args:
-        host: the store.
-        max_frame: bytes of the largest frame.
-        draining: whether the sidecar is being stopped: nothing new is reserved.
-        purges: makes purges; there is one once the sidecar is started.
-        engines: reports and commands.
-    """
-
-    host: HostStore
-    max_frame: int
-    draining: bool = False
-    counters: ServiceCounters = field(default_factory=ServiceCounters)
-    spaces: set[bytes] = field(default_factory=set)
-    purges: Purges | None = None
-    engines: Engines = field(default_factory=Engines)
 
 
 def request_bytes(message: Message) -> int:
@@ -226,9 +169,8 @@ class Answers:
             Purge: self._purge,
             PurgeTenant: self._purge_tenant,
             Report: self._report,
-            GetClients: self._get_clients,
-            Command: self._command,
             CommandDone: self._command_done,
+            **OperatorAnswers(service, is_operator=tenants is None).handlers(),
         }
 
     def understands(self, message: Message) -> bool:
@@ -296,7 +238,7 @@ class Answers:
     # Leases
 
     def _match(self, asked: Match) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        space, wait = self._space(asked.space), seconds_of("deadline", asked.deadline)
         hashes = asked.hashes
         asks_cold = wait > 0 and self._host.cold is not None
         if not asks_cold and len(hashes) <= _QUICK_BLOCKS:
@@ -309,7 +251,7 @@ class Answers:
         )
 
     def _load(self, asked: Load) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        space, wait = self._space(asked.space), seconds_of("deadline", asked.deadline)
         self._refuse_if_draining()
 
         def work() -> tuple[Lease, int]:
@@ -359,7 +301,7 @@ class Answers:
     # Reservations
 
     def _reserve(self, asked: Reserve) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("wait", asked.wait)
+        space, wait = self._space(asked.space), seconds_of("wait", asked.wait)
         self._refuse_if_draining()
         if len(asked.hashes) <= _QUICK_BLOCKS:
             # Mostly there is room, and no thread is needed.
@@ -435,8 +377,10 @@ class Answers:
             raise
 
     def _refuse_if_draining(self) -> None:
-        if self._service.draining:
+        if self._service.stopping:
             raise ServiceUnavailableError("the sidecar is being stopped, it takes no more blocks")
+        if self._service.drained_since is not None:
+            raise ServiceUnavailableError("the sidecar is being drained, it takes no more blocks")
 
     # Keeping and losing blocks
 
@@ -463,14 +407,14 @@ class Answers:
         return _counted(asked.count, lambda: space.evict(min(asked.count, space.capacity)))
 
     def _purge(self, asked: Purge) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        space, wait = self._space(asked.space), seconds_of("deadline", asked.deadline)
         notes = [asked.note] if asked.note else []
         return Job(True, *self._purges.of_space(space, asked.hashes, notes, wait))
 
     def _purge_tenant(self, asked: PurgeTenant) -> Message | Job:
         tenant = check_tenant("tenant", asked.tenant)
         self._refuse_other_tenants(tenant)
-        return Job(True, *self._purges.of_tenant(tenant, _seconds("deadline", asked.deadline)))
+        return Job(True, *self._purges.of_tenant(tenant, seconds_of("deadline", asked.deadline)))
 
     @property
     def _purges(self) -> Purges:
@@ -485,28 +429,15 @@ class Answers:
         self._service.engines.keep(self._engine, asked)
         return Done()
 
-    def _get_clients(self, asked: GetClients) -> Message:
-        self._refuse_unless_operator()
-        return Clients(self._service.engines.listed())
-
-    def _command(self, asked: Command) -> Message | Job:
-        self._refuse_unless_operator()
-        wait = _seconds("deadline", asked.deadline)
-        return Job(True, self._service.engines.give(asked, wait), _same)
-
     def _command_done(self, asked: CommandDone) -> Message:
         self._service.engines.done(self._engine, asked)
         return Done()
-
-    def _refuse_unless_operator(self) -> None:
-        if self._tenants is not None:
-            raise AccessDeniedError("the token is one of tenants, not of operators")
 
     # Bytes
 
     def _put(self, asked: Put) -> Message | Job:
         """Blocks that the group has reserved go to their slots; for the others there is room made now."""
-        space, wait = self._space(asked.space), _seconds("wait", asked.wait)
+        space, wait = self._space(asked.space), seconds_of("wait", asked.wait)
         size, hashes = space.layout.block_bytes, asked.hashes
         if len(asked.data) != size * len(hashes):
             raise LayoutError(
@@ -514,7 +445,7 @@ class Answers:
             )
         blocks = np.frombuffer(asked.data, dtype=np.uint8).reshape(len(hashes), size)
         at, slots, generations = space.reserved(hashes) if self._group.reserved else _nothing_reserved()
-        if self._service.draining and len(at) < len(hashes):
+        if len(at) < len(hashes):
             self._refuse_if_draining()
         if len(at):
             good = self._group.take_reservations(space, self._client, slots, generations)
@@ -562,11 +493,11 @@ class Answers:
     # Notes, counters, events
 
     def _put_note(self, asked: PutNote) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        space, wait = self._space(asked.space), seconds_of("deadline", asked.deadline)
         return Job(True, lambda: int(space.put_note(asked.name, asked.value, wait)), Count)
 
     def _get_note(self, asked: GetNote) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        space, wait = self._space(asked.space), seconds_of("deadline", asked.deadline)
 
         def finish(read: tuple[ColdStatus, bytes]) -> Message:
             status, value = read
@@ -597,7 +528,7 @@ class Answers:
         return Done()
 
     def _flush(self, asked: Flush) -> Message | Job:
-        wait = _seconds("deadline", asked.deadline)
+        wait = seconds_of("deadline", asked.deadline)
         return Job(True, lambda: self._host.flush(wait), Count)
 
 
@@ -607,14 +538,6 @@ def _nothing_reserved() -> tuple[npt.NDArray[np.int64], Ids, Generations]:
 
 def _counted(blocks: int, work: Callable[[], int]) -> Message | Job:
     return Job(False, work, Count) if blocks > _QUICK_BLOCKS else Count(work())
-
-
-def _same(reply: Message) -> Message:
-    return reply
-
-
-def _seconds(what: str, value: float) -> float:
-    return min(expect_seconds(what, value), _MOST_WAIT)
 
 
 def _short(what: str, value: str) -> str:

@@ -41,6 +41,7 @@ from ..tiers.settings import (
 from .client_calls import Ask, Call
 from .client_commands import CommandListener, CommandListeners, clients_ask, command_ask, report_of
 from .client_core import ClientCounters, GivenCommand
+from .client_operators import AsyncOperatorCalls
 from .client_shell import (
     READ_BYTES,
     REFUSALS,
@@ -102,7 +103,7 @@ async def connect_async(
     return connection
 
 
-class AsyncConnection:
+class AsyncConnection(AsyncOperatorCalls):
     """A sidecar's memory and cold tier, for one event loop. From `connect_async`; an async context manager.
 
     What is said of `Connection` holds here.

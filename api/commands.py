@@ -51,6 +51,7 @@ class _Known:
     """What is known of a connected client.
 
     Attributes:
+        id: what operators call it, for as long as it is connected; nobody else's before or after.
         name: what an operator knows it by.
         about: further facts for operators, as of now.
         report: the last one, and
@@ -58,6 +59,7 @@ class _Known:
         given: commands that it has not answered.
     """
 
+    id: int
     name: Callable[[], str]
     about: Callable[[], dict[str, Any]]
     report: Report | None = None
@@ -70,11 +72,12 @@ class Engines:
 
     def __init__(self) -> None:
         self._known: dict[Engine, _Known] = {}
+        self._ids = count(1)
         self._numbers = count(1)
 
     def come(self, engine: Engine, name: Callable[[], str], about: Callable[[], dict[str, Any]]) -> None:
         """A client is there."""
-        self._known[engine] = _Known(name, about)
+        self._known[engine] = _Known(next(self._ids), name, about)
 
     def go(self, engine: Engine) -> None:
         """It is gone, its report with it, and what it was asked fails."""
@@ -100,14 +103,14 @@ class Engines:
         known.report, known.at = report, time.monotonic()
 
     def listed(self) -> dict[str, Any]:
-        """All clients, by numbers, for operators."""
+        """All clients, by their ids, for operators."""
         now = time.monotonic()
         found: dict[str, Any] = {}
-        for at, known in enumerate(self._known.values()):
-            one: dict[str, Any] = {"name": known.name(), **known.about()}
+        for known in self._known.values():
+            one: dict[str, Any] = {"id": known.id, "name": known.name(), **known.about()}
             if known.report is not None:
                 one["report"] = {**vars(known.report), "age": now - known.at}
-            found[str(at)] = one
+            found[str(known.id)] = one
         return found
 
     def give(self, asked: Command, seconds: float) -> Callable[[], CommandDone]:

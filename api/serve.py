@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -30,10 +29,10 @@ from typing import Any, Final
 from ..kvstore.host import HostStore
 from ..kvstore.tenants import check_quotas
 from ..tiers.arena_file import ArenaFile, default_arena_path
-from ..tiers.cold_url import open_cold_tier
 from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.memory import format_bytes, memory_headroom
 from ..tiers.settings import MOST_BYTES, expect_integer, expect_seconds, shown
+from .cold_source import ColdSource
 from .listening import default_socket_path, refuse_if_taken
 from .processes import Interruptions
 from .remote_access import RemoteAccess, check_token, parse_address, read_tokens, server_tls
@@ -200,7 +199,7 @@ def _run(options: argparse.Namespace) -> int:
     if cold_bytes is not None and options.cold is None:
         raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
     quotas = _quotas_of(options.quota)
-    secret = _cold_secret(options)
+    source = ColdSource(options.cold, _cold_secret(options))
     remote = _remote_of(options)
     if options.arena == _NO_FILE and (options.fresh or options.keep_arena):
         raise ConfigError("--arena", f"{_NO_FILE} is no file that could be left, or be there")
@@ -218,9 +217,8 @@ def _run(options: argparse.Namespace) -> int:
         if options.with_process is not None:
             watched = _pidfd_of(options.with_process)
             stack.callback(os.close, watched)
-        cold = None
-        if options.cold is not None:
-            cold = open_cold_tier(options.cold, capacity_bytes=cold_bytes, secret=secret)
+        cold = source.open(cold_bytes)
+        if cold is not None:
             stack.callback(cold.close)
         refuse_if_taken(path)
         arena = None
@@ -230,7 +228,7 @@ def _run(options: argparse.Namespace) -> int:
                     default_arena_path(os.fspath(path)) if options.arena is None else options.arena,
                     fresh=options.fresh,
                     keep=options.keep_arena,
-                    cold=_cold_name(options.cold, secret),
+                    cold=source.name,
                 )
                 stack.callback(arena.close)
             # What ends it before it is stopped is no reason to lose blocks.
@@ -249,7 +247,7 @@ def _run(options: argparse.Namespace) -> int:
                     arena.remove()
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(host, path, uids, remote, drain, watched, say, leave))
+            runner.run(_serve(host, source, path, uids, remote, drain, watched, say, leave))
         # Whoever still waits in a thread is woken by the store's end.
     say("stopped")
     return 0
@@ -295,13 +293,6 @@ def _cold_secret(options: argparse.Namespace) -> bytes | None:
         return read_secret_file("--cold-secret-file", options.cold_secret_file)
     # The variable may be there for several sidecars, of which not all have a cold tier.
     return os.environ.get(_COLD_SECRET, "").encode() or None
-
-
-def _cold_name(cold: str | None, secret: bytes | None) -> str:
-    """Names a cold tier and its key: what was written under another one is not found under this."""
-    if cold is None:
-        return ""
-    return cold if secret is None else f"{cold} {hashlib.blake2b(secret, digest_size=16).hexdigest()}"
 
 
 def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
@@ -356,6 +347,7 @@ def usual_bytes(arena: ArenaFile | None) -> int:
 
 async def _serve(
     host: HostStore,
+    source: ColdSource,
     path: str | os.PathLike[str],
     uids: list[int],
     remote: RemoteAccess | None,
@@ -365,7 +357,7 @@ async def _serve(
     leave: Callable[[], None],
 ) -> None:
     loop = asyncio.get_running_loop()
-    sidecar = Sidecar(host, path, allow_uids=uids, remote=remote)
+    sidecar = Sidecar(host, path, allow_uids=uids, remote=remote, cold=source)
     asked = asyncio.Event()
 
     def hear(number: signal.Signals) -> None:

@@ -21,6 +21,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
+import numpy as np
+
 from ..tiers.arena_file import ArenaFile
 from ..tiers.cold import ColdTier, expect_cold_tier
 from ..tiers.errors import ClosedError, ConfigError, IntegrityError
@@ -31,7 +33,6 @@ from ..tiers.record_file import RecordFile
 from ..tiers.settings import (
     expect_byte_strings,
     expect_flag,
-    expect_number,
     expect_seconds,
     expect_text,
     expect_type,
@@ -46,7 +47,9 @@ from .saved_spaces import SavedSpace, new_records, read_spaces
 from .shared import HostShared
 from .slots import SlotRecords
 from .space import HostSpace
-from .tenants import check_quotas, check_tenant
+from .status import StatusReader, StoreStatus
+from .store_settings import StoreSettings
+from .tenants import check_tenant
 
 __all__ = ["HostStore"]
 
@@ -97,10 +100,7 @@ class HostStore:
     ) -> None:
         if cold is not None:
             expect_cold_tier(cold)
-        clean_ahead = expect_number("clean_ahead", clean_ahead, 0.0, 1.0)
-        cold_deadline = expect_seconds("cold_deadline", cold_deadline, above=True)
-        make_policy(policy, 0)
-        limits = check_quotas("quotas", quotas)
+        settings = StoreSettings(policy, clean_ahead, cold_deadline, quotas)
         if device is not None:
             device = None if expect_text("device", device) == "cpu" else device
         self._file = None if arena is None else expect_type("arena", arena, ArenaFile, "an ArenaFile")
@@ -115,18 +115,15 @@ class HostStore:
             file=None if arena is None else arena.file,
             taken=[number for one in saved for number in one.records.extents],
         )
-        self.cold = cold
         self.device = device
         self._extents_chosen = extent_bytes is not None
-        self._shared = HostShared(
-            self.arena, cold, device, clean_ahead=clean_ahead, cold_deadline=cold_deadline, quotas=limits
-        )
+        self._shared = HostShared(self.arena, cold, device, settings)
         self._shared.records = self.records
         self.stats = self._shared.stats
         self.events = self._shared.events
-        self._policy = policy
         self.inherits = arena is not None
         """Whether others may hold blocks since before this store, which `HostSpace.restore` settles."""
+        self._status = StatusReader(self._shared)
         self._spaces: dict[bytes, HostSpace] = {}
         for one in saved:
             self._take_over(one)
@@ -137,6 +134,11 @@ class HostStore:
                 target=self._clean_until_closed, name="kvpager-clean", daemon=True
             )
             self._cleaner.start()
+
+    @property
+    def cold(self) -> ColdTier | None:
+        """The cold tier that there is just now."""
+        return self._shared.cold.tier
 
     @property
     def in_place(self) -> bool:
@@ -184,6 +186,14 @@ class HostStore:
         """Of each tenant with a space: its counters, ``blocks`` and ``bytes``, and ``quota`` (0: none)."""
         with self._shared.lock():
             return {name: tenant.snapshot() for name, tenant in self._shared.tenants.items()}
+
+    def status(self) -> StoreStatus:
+        """The store as it is. Slots are counted without the lock, so that nobody waits for it.
+
+        Raises:
+            ClosedError: the store is closed.
+        """
+        return self._status.read(self.spaces)
 
     @property
     def records(self) -> RecordFile | None:
@@ -319,7 +329,7 @@ class HostStore:
         self.close()
 
     def _new_records(self, layout: KVLayout, shard: str, tenant: str) -> SlotRecords:
-        policy, extents = make_policy(self._policy, 0), self.arena.num_extents
+        policy, extents = make_policy(self._shared.settings.policy, 0), self.arena.num_extents
         if self._file is None:
             return SlotRecords(self.arena.extent_bytes // layout.block_bytes, extents, policy)
         return new_records(self._file.records, layout, shard, tenant, extents, policy)
@@ -331,7 +341,7 @@ class HostStore:
         self._spaces[space.id] = space
         if saved.barred is not None:
             space.bar(saved.barred)
-        shared.clock = max(shared.clock, saved.records.last_use)
+        shared.clock.start_after(saved.records.last_use)
         shared.stats.adopted += saved.adopted.committed
         shared.stats.damaged += saved.adopted.damaged
         if saved.adopted.damaged:
@@ -370,9 +380,11 @@ class HostStore:
                     return
             began = time.monotonic()
             try:
+                if shared.cold.is_quiet:
+                    self._ask_whether_cold_is_there()
                 for space in self._opened():
                     space.retry_purges()
-                written = sum(space.write_to_cold() for space in self._opened()) if shared.cold_is_due else 0
+                written = sum(space.write_to_cold() for space in self._opened()) if shared.cold.is_due else 0
             except ClosedError:
                 if not shared.closed:
                     _log.error("the cold tier was closed under its host store, which goes on without it")
@@ -382,6 +394,16 @@ class HostStore:
                 # seldom the more of them there are.
                 rest = _CLEAN_REST * (time.monotonic() - began)
                 time.sleep(min(max(_CLEAN_PAUSE_SECONDS, rest), _CLEAN_POLL_SECONDS))
+
+    def _ask_whether_cold_is_there(self) -> None:
+        """So that operators know of a tier that is gone before somebody needs it."""
+        shared = self._shared
+        with shared.cold.use() as cold:
+            if cold is None:
+                return
+            status = cold.ping(shared.settings.cold_deadline)
+        with shared.lock():
+            shared.cold.heard(np.array([status], np.uint8))
 
     def _does_not_fit(self, layout: KVLayout) -> ConfigError:
         """Which setting to change for a block that no extent holds: the one that the user gave."""

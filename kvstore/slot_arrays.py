@@ -20,15 +20,15 @@ _NAME: Final = f"V{HASH_BYTES}"
 
 
 class SlotState(enum.IntEnum):
-    """What a slot holds, as records have it."""
+    """What a slot holds."""
 
     FREE = 0
     RESERVED = 1
     COMMITTED = 2
     DAMAGED = 3
-    """Its record fits nothing; what lies there is not known."""
+    """Its record is not to be believed: neither found nor granted."""
     PURGED = 4
-    """Was committed; nobody finds it, and it is free when those who lease it, or copy it below, let go of it."""
+    """Was committed; nobody finds it. It is free when who leases it, or copies it below, lets go of it."""
     VOID = 5
     """Is reserved, and will be free when it is committed: its name was purged."""
 
@@ -39,7 +39,7 @@ class SlotArrays:
 
     Args:
         generations: int64 [capacity], raised with every grant.
-        state: uint8 [capacity].
+        state: uint8 [capacity] of `SlotState`.
         hashes: V16 [capacity], of reserved and committed slots.
         pins: int32 [capacity].
         in_cold: bool [capacity], whether the cold tier has a copy.

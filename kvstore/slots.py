@@ -36,10 +36,11 @@ from .lineage import Lineage
 from .policy import EvictionPolicy, Ids
 from .slot_arrays import SlotArrays, SlotState
 from .slot_lineage import SlotLineage
+from .slot_looks import SlotLooks
 
 __all__ = ["Adopted", "Evicted", "OldExtent", "Purged", "SlotRecords"]
 
-# As plain numbers, which arrays are compared with at no cost.
+# Plain numbers: a member looked up on its class costs as much as comparing an array to it.
 _FREE: Final = int(SlotState.FREE)
 _RESERVED: Final = int(SlotState.RESERVED)
 _COMMITTED: Final = int(SlotState.COMMITTED)
@@ -109,6 +110,7 @@ class SlotRecords:
         leases: int32 [capacity], pins included.
         in_cold: bool [capacity], whether the cold tier has a copy.
         lineage: the chains that blocks are of, and how often each was found.
+        looks: what is found out about slots without the lock.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class SlotRecords:
         self._free = SlotAllocator()
         self._policy = policy
         policy.resize(capacity)
+        self.looks = SlotLooks(slots_per_extent, arrays, self.leases, self._timed, self._cleaning)
 
     @property
     def capacity(self) -> int:

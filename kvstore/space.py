@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import partial
 from typing import Final, NoReturn
 
@@ -37,8 +38,10 @@ from .policy import Ids
 from .purging import HeldSlots, PurgeReport, SpacePurges
 from .room import SpaceRoom
 from .shared import HostShared
+from .slot_looks import SlotCounts
 from .slot_space import SlotSpace
 from .slots import SlotRecords
+from .status import SpaceStatus
 from .timed_pins import TimedPin, TimedPins
 
 __all__ = ["HostSpace"]
@@ -175,9 +178,10 @@ class HostSpace(SlotSpace):
             shared.stats.missed += len(hashes) - len(lease)
             self._tenant.stats.matched += len(lease)
             self._tenant.stats.missed += len(hashes) - len(lease)
-        cold = shared.cold
-        if cold_deadline is not None and cold is not None and len(lease) < len(hashes):
-            lease.cold = self.count_in_cold(cold, hashes[len(lease) :], cold_deadline)
+        if cold_deadline is not None and len(lease) < len(hashes):
+            with shared.cold.use() as cold:
+                if cold is not None:
+                    lease.cold = self.count_in_cold(cold, hashes[len(lease) :], cold_deadline)
         return lease
 
     def lease_resident(self, hashes: Sequence[bytes]) -> Lease:
@@ -341,7 +345,7 @@ class HostSpace(SlotSpace):
             shared.check_open()
             good = self._records.reserved(slots, generations)
             mine = slots if good.all() else slots[good]
-            names = self._records.commit(mine, shared.tick(), in_cold=in_cold)
+            names = self._records.commit(mine, shared.clock.tick(), in_cold=in_cold)
             self._purges.written(names)
             shared.stats.committed += len(names)
             self._tenant.stats.committed += len(names)
@@ -443,19 +447,20 @@ class HostSpace(SlotSpace):
         resident = len(hashes) - len(load.missing)
         with shared.lock():
             shared.check_open()
-            loads = bool(load.missing) and shared.cold is not None and shared.hints_under_way < _MOST_HINTS
+            has_cold = shared.cold.tier is not None
+            loads = bool(load.missing) and has_cold and shared.hints_under_way < _MOST_HINTS
             count = len(hashes) if loads else resident
             shared.stats.hinted_wanted += count
-            if loads and shared.cold is not None:
+            if loads:
                 shared.hints_under_way += 1
-                shared.hinted.submit(self._load_ahead, load, shared.cold)
+                shared.hinted.submit(self._load_ahead, load)
         if not loads:
             load.release()
         return count
 
-    def _load_ahead(self, load: ColdLoad, cold: ColdTier) -> None:
+    def _load_ahead(self, load: ColdLoad) -> None:
         try:
-            load.run(cold, self._shared.cold_deadline)
+            self._load_up(load)
             load.release()
             load.done()
         except Exception:  # noqa: BLE001  nobody waits for it
@@ -510,11 +515,19 @@ class HostSpace(SlotSpace):
         load = ColdLoad(self, expect_byte_strings("hashes", hashes, HASH_BYTES))
         with shared.lock():
             shared.check_open()
-            if load.missing and shared.cold is not None:
-                shared.loaders.submit(load.run, shared.cold, shared.cold_deadline)
+            if load.missing and shared.cold.tier is not None:
+                shared.loaders.submit(self._load_up, load)
             else:
                 load.finish()
         return load
+
+    def _load_up(self, load: ColdLoad) -> None:
+        """In a loader thread."""
+        with self._shared.cold.use() as cold:
+            if cold is None:  # it went meanwhile
+                load.finish()
+            else:
+                load.run(cold, self._shared.settings.cold_deadline)
 
     def count_in_cold(self, cold: ColdTier, hashes: Sequence[bytes], deadline: float) -> int:
         """How many leading blocks the cold tier seems to have; 0 where it does not answer by `deadline`."""
@@ -535,6 +548,8 @@ class HostSpace(SlotSpace):
         shared = self._shared
         batch = list(hashes[: max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)])
         with shared.lock():
+            if shared.cold.tier is not cold:
+                return 0, 0  # it is about to go, and waits for this load
             # Not further than to what is resident: it may have to make room for what comes first.
             index = self._records.index
             batch = batch[: next((at for at, name in enumerate(batch) if name in index), None)]
@@ -552,6 +567,7 @@ class HostSpace(SlotSpace):
             arrived = new[status == ColdStatus.OK]
             reservation.commit(arrived, in_cold=True)
         with shared.lock():
+            shared.cold.heard(status)
             shared.stats.cold_loaded += len(arrived)
             shared.stats.cold_missed += len(new) - len(arrived)
         return len(batch), len(arrived)
@@ -582,10 +598,13 @@ class HostSpace(SlotSpace):
         Returns:
             how many were written; 0 when there is nothing to do or the tier did not take any.
         """
-        shared, records = self._shared, self._records
+        shared = self._shared
         shared.check_open()
-        if shared.cold is None:
-            return 0
+        with shared.cold.use() as cold:
+            return 0 if cold is None else self._write_batch(cold, flush, until)
+
+    def _write_batch(self, cold: ColdTier, flush: bool, until: float | None) -> int:
+        shared, records = self._shared, self._records
         limit = max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)
         with shared.lock():
             slots = records.next_dirty(limit) if flush else self._room.to_clean()[:limit]
@@ -593,13 +612,13 @@ class HostSpace(SlotSpace):
                 return 0
             records.start_cleaning(slots)
             names = records.names(slots)
-        deadline = shared.cold_deadline
+        deadline = shared.settings.cold_deadline
         if until is not None:
             deadline = min(deadline, max(0.001, until - time.monotonic()))
         views = [self.view(slot) for slot in slots.tolist()]
         status = np.full(len(slots), ColdStatus.UNAVAILABLE, dtype=np.uint8)
         try:
-            status = shared.cold.put(self.id, names, views, deadline)
+            status = cold.put(self.id, names, views, deadline)
         finally:
             for view in views:
                 view.release()
@@ -610,7 +629,7 @@ class HostSpace(SlotSpace):
                 done &= ~purged
                 shared.stats.cold_written += written
                 shared.stats.cold_write_failed += len(slots) - written
-                shared.cold_answered(status)
+                shared.cold.took(status)
                 shared.post(
                     EventKind.STORED, "cold", self.id, [names[at] for at in np.flatnonzero(done).tolist()]
                 )
@@ -622,14 +641,17 @@ class HostSpace(SlotSpace):
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
         """Keep a small named record in the cold tier; False where there is none or it did not take it."""
         self._shared.check_open()
-        key, cold = self.id + expect_bytes("name", name), self._shared.cold
+        key = self.id + expect_bytes("name", name)
         expect_bytes("value", value)
-        seconds = self._shared.cold_deadline if deadline is None else expect_seconds("deadline", deadline)
-        if cold is None or not self._purges.may_put_note(name, time.monotonic() + seconds):
-            return False
-        if not self.tenant:
-            return cold.put_note(key, value, deadline) == ColdStatus.OK
-        return cold.put_note(key, value, deadline, space=self._notes) == ColdStatus.OK
+        seconds = (
+            self._shared.settings.cold_deadline if deadline is None else expect_seconds("deadline", deadline)
+        )
+        with self._shared.cold.use() as cold:
+            if cold is None or not self._purges.may_put_note(name, time.monotonic() + seconds):
+                return False
+            if not self.tenant:
+                return cold.put_note(key, value, deadline) == ColdStatus.OK
+            return cold.put_note(key, value, deadline, space=self._notes) == ColdStatus.OK
 
     def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
         """A named record from the cold tier, or None."""
@@ -639,13 +661,14 @@ class HostSpace(SlotSpace):
     def read_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
         """A named record from the cold tier, or why there is none: one that was purged is a miss."""
         self._shared.check_open()
-        key, cold = self.id + expect_bytes("name", name), self._shared.cold
-        with self._shared.lock():
-            if cold is None or not self._purges.may_read_note(name):
-                return ColdStatus.MISS, b""
-        if not self.tenant:
-            return cold.get_note(key, deadline)
-        return cold.get_note(key, deadline, space=self._notes)
+        key = self.id + expect_bytes("name", name)
+        with self._shared.cold.use() as cold:
+            with self._shared.lock():
+                if cold is None or not self._purges.may_read_note(name):
+                    return ColdStatus.MISS, b""
+            if not self.tenant:
+                return cold.get_note(key, deadline)
+            return cold.get_note(key, deadline, space=self._notes)
 
     def purge(
         self, hashes: Sequence[bytes] | None, *, notes: Sequence[bytes] = (), deadline: float = 30.0
@@ -679,6 +702,30 @@ class HostSpace(SlotSpace):
     def retry_purges(self) -> None:
         """Have the cold tier remove what it was to and did not, if there is something and it is time."""
         self._purges.try_again()
+
+    def status(self) -> SpaceStatus:
+        """The space as it is. Slots are counted without the lock."""
+        records = self._records
+        with self._shared.lock():
+            self._shared.check_open()
+            extents = frozenset(records.extents)
+            known = SpaceStatus(
+                self.id,
+                self.layout,
+                self.shard,
+                self.tenant,
+                slots_per_extent=self.slots_per_extent,
+                extents=len(extents),
+                capacity=self.capacity,
+                resident=len(records.index),
+                reserved=len(records.pending),
+                evictable=records.evictable,
+                free=records.free,
+                cleaning=records.cleaning,
+                slots=SlotCounts(),
+                unpurged=self._purges.pending,
+            )
+        return replace(known, slots=records.looks.count(extents))
 
     # What another process left
 
@@ -736,7 +783,7 @@ class HostSpace(SlotSpace):
         return Lease(self, slots, self._records.generations[slots.astype(np.intp)])
 
     def _drop_leases(self, slots: Ids) -> None:
-        if self._records.drop_leases(slots, self._shared.tick()):
+        if self._records.drop_leases(slots, self._shared.clock.tick()):
             self._shared.changed.notify_all()
 
     def _refuse(self, what: str, slots: Ids) -> NoReturn:

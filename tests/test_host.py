@@ -558,7 +558,7 @@ def test_a_cold_tier_that_refuses_costs_hits_and_never_time(tmp_path: Path) -> N
         end = time.monotonic() + 10.0
         while host.flush(1.0) and time.monotonic() < end:
             time.sleep(0.05)
-        assert host._shared.cold_takes
+        assert host._shared.cold.takes
 
 
 def test_a_load_ends_at_its_deadline_and_serves_the_next_request(tmp_path: Path) -> None:

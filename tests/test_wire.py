@@ -261,7 +261,7 @@ def test_a_frame_that_has_not_come_whole_is_held_and_no_more() -> None:
 def test_tags_are_told_apart_and_every_message_has_one() -> None:
     assert len({kind.TAG for kind in MESSAGES}) == len(MESSAGES) >= 31
     with pytest.raises(TypeError, match="Done"):
-        messages._message(Done.TAG)(Count)
+        messages.tagged(Done.TAG)(Count)
 
 
 # The recorded frames
