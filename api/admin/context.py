@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
 
+from ...tiers.layout import KVLayout
 from ..client_async import AsyncConnection, AsyncSpace
 from .feed import Feed
 from .models import Role
@@ -16,6 +17,17 @@ from .safety import role_of
 from .watch import Watch
 
 __all__ = ["Admin", "AdminHere", "RoleHere"]
+
+_LAYOUT: Final = (
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "block_size",
+    "dtype",
+    "format",
+    "planes",
+    "scale_bytes",
+)
 
 
 class Admin:
@@ -35,7 +47,6 @@ class Admin:
         self.connection = connection
         self.watch = Watch(connection)
         self.feed = Feed(self.watch, connect)
-        self._spaces: dict[bytes, AsyncSpace] = {}
 
     async def space(self, name: str) -> AsyncSpace:
         """A space by its id, to have something done in it.
@@ -44,12 +55,11 @@ class Admin:
             HTTPException: there is none.
         """
         status = (await self.watch.facts()).value.status
-        if not any(space["id"] == name for space in status["spaces"]):
+        found = next((space for space in status["spaces"] if space["id"] == name), None)
+        if found is None:
             raise HTTPException(HTTPStatus.NOT_FOUND, f"there is no space {name}")
-        key = bytes.fromhex(name)
-        if key not in self._spaces:
-            self._spaces[key] = await self.connection.find_space(key)
-        return self._spaces[key]
+        layout = KVLayout(**{field: found[field] for field in _LAYOUT}, window=found["window"] or None)
+        return await self.connection.space(layout, shard=found["shard"], tenant=found["tenant"])
 
     async def spaces(self, name: str | None) -> list[AsyncSpace]:
         """The space of this id; None: all that there are.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,15 +49,31 @@ class _Listener:
     """One stream."""
 
     def __init__(self) -> None:
-        self.events: asyncio.Queue[StoreEvent] = asyncio.Queue(_MOST_WAITING)
+        self._events: deque[StoreEvent] = deque()
+        self._came = asyncio.Event()
         self._lost = 0
 
     def tell(self, event: StoreEvent) -> None:
-        try:
-            self.events.put_nowait(event.model_copy(update={"lost": event.lost + self._lost}))
-            self._lost = 0
-        except asyncio.QueueFull:
+        """Something happened."""
+        if len(self._events) >= _MOST_WAITING:
             self._lost += 1
+            return
+        self._events.append(event.model_copy(update={"lost": event.lost + self._lost}))
+        self._lost = 0
+        self._came.set()
+
+    def wake(self) -> None:
+        """Wait no longer."""
+        self._came.set()
+
+    async def next(self) -> StoreEvent | None:
+        """What happened next; None: nothing did for a while, or it was woken."""
+        if not self._events:
+            self._came.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ALIVE_SECONDS):
+                    await self._came.wait()
+        return self._events.popleft() if self._events else None
 
 
 class Feed:
@@ -74,7 +91,7 @@ class Feed:
         self._gathered: dict[tuple[str, str, bytes], _Gathered] = {}
         self._numbers = count(1)
         self._task: asyncio.Task[None] | None = None
-        self._closing = asyncio.Event()
+        self._ended = False
 
     def check_room(self) -> None:
         """Raise `HTTPException` where too many listen already."""
@@ -93,11 +110,8 @@ class Feed:
             self._task = asyncio.create_task(self._serve())
         try:
             yield "retry: 1000\n\n"
-            while not self._closing.is_set():
-                try:
-                    async with asyncio.timeout(_ALIVE_SECONDS):
-                        event = await listener.events.get()
-                except TimeoutError:
+            while (event := await listener.next()) is not None or not self._ended:
+                if event is None:
                     yield ": alive\n\n"
                     continue
                 yield f"id: {next(self._numbers)}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
@@ -106,9 +120,15 @@ class Feed:
             if not self._listeners and self._task is not None:
                 self._task.cancel()
 
+    def end(self) -> None:
+        """Every stream ends."""
+        self._ended = True
+        for listener in self._listeners:
+            listener.wake()
+
     async def close(self) -> None:
-        """End every stream."""
-        self._closing.set()
+        """End every stream, and hear no more."""
+        self.end()
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):

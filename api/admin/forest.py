@@ -1,8 +1,8 @@
 """The prefixes that are resident, as trees: what continues what, how often, and what only one prompt has.
 
-A space's blocks are the nodes; a block's parent is the one before it in its chain, found by the first 8 bytes of
-its hash. All of it is array operations, over all blocks or over all of one depth: a million blocks take some
-tenths of a second.
+A space's blocks are the nodes; a block's parent is the one before it in its chain, found by the first 8 bytes
+of its hash. All of it is array operations, over all blocks or over all of one depth: a million blocks take
+some tenths of a second.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Tree:
         leases: int32 [capacity], leases of each slot; None: there are none.
 
     Attributes:
-        parent: int64 [count], the node before each; `count` where that is not resident, not known or not there.
+        parent: int64 [count], the node before each; `count` where that is not resident, not known or not
+            there.
         references: int32 [count], leases of each.
         children: int64 [count], nodes that continue each directly.
     """
@@ -110,7 +111,8 @@ class Tree:
         return nodes[::-1]
 
     def own(self, node: int) -> list[int]:
-        """What no other prefix has: what comes before it and leads nowhere else, itself, and what continues it.
+        """What no other prefix has: what comes before it and leads nowhere else, itself, and what continues
+        it.
 
         In the order of their depths, so that a prefix's beginning comes first.
         """

@@ -1,6 +1,7 @@
 """What fills host memory, slot by slot: totals by space and tenant, the map, stretches that are free.
 
-Made from the arena's records by array operations alone, some tens of milliseconds for a million slots. Claims of
+Made from the arena's records by array operations alone, some tens of milliseconds for a million slots. Claims
+of
 clients over TCP are not in the records: what only these lease is told as idle.
 """
 
@@ -31,7 +32,7 @@ _Doubles = npt.NDArray[np.float64]
 
 
 class SpaceTotals(NamedTuple):
-    """How many slots of a space are what, and how many of the committed ones have no copy in the cold tier."""
+    """How many slots of a space are what, and how many committed ones have no copy in the cold tier."""
 
     free: int
     reserved: int
@@ -192,7 +193,7 @@ class _Parts:
         used_at: npt.NDArray[np.int64],
         block_bytes: int,
     ) -> _Doubles:
-        """Add what fills a space's extents, each array [extents, slots]; returns its blocks' bytes by part."""
+        """Add what fills a space's extents, arrays [extents, slots]; returns its blocks' bytes by part."""
         per_slot = float(block_bytes)
         blocks = np.zeros(self._dirty.shape)
         if not len(extents):
@@ -212,7 +213,7 @@ class _Parts:
     def _by_part(
         self, values: npt.NDArray[np.bool_] | npt.NDArray[np.int64], block_bytes: int
     ) -> npt.NDArray[np.float64]:
-        """The sum of values over each part, float64 [extents, parts]; a slot in two parts counts in shares."""
+        """The sum of values over each part, float64 [extents, parts]; a slot in two counts in shares."""
         slots = values.shape[1]
         sums = np.zeros((len(values), slots + 1))
         np.cumsum(values, axis=1, out=sums[:, 1:])

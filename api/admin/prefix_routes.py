@@ -65,7 +65,7 @@ async def prefixes(
     limit: _Limit = 50,
     cursor: Cursor = None,
 ) -> Page[Prefix]:
-    """Prefixes that are resident, each where prompts end or part; of each space the first 65,536 of an order."""
+    """Prefixes that are resident, each where prompts end or part; 65,536 of a space at most."""
     facts = (await admin.watch.facts()).value
     grown = await admin.watch.trees()
     trees = [
@@ -226,7 +226,7 @@ async def demote(
     space: _Space = None,
     deadline_seconds: _Wait = 30.0,
 ) -> PrefixMoved:
-    """Copy a prefix's own blocks to the cold tier, where they have no copy, and drop them from host memory."""
+    """Copy a prefix's own blocks to the cold tier, and drop them from host memory."""
     asked = moved = 0
     for tree, node in await _resident(admin, hash, space):
         names = tree.names(await asyncio.to_thread(tree.own, node))
@@ -242,9 +242,7 @@ async def evict(asked: EvictRequest, admin: AdminHere) -> Evicted:
     """Let blocks go."""
     restricted = asked.tenant is not None or asked.spaces or asked.prefixes
     if not (restricted or asked.older_than_seconds or asked.most_bytes or asked.everything):
-        raise HTTPException(
-            HTTPStatus.CONFLICT, "nothing restricts what is to go: say what, or `everything`"
-        )
+        raise HTTPException(HTTPStatus.CONFLICT, "nothing restricts what is to go: say what, or `everything`")
     names: list[bytes] = []
     for one in asked.prefixes:
         for tree, node in await _resident(admin, one, None):
@@ -293,7 +291,7 @@ async def _warm(admin: Admin, hashes: Sequence[str], space: str | None, seconds:
 
 
 async def _below(space: AsyncSpace, hashes: list[bytes], wait: float) -> tuple[int, int]:
-    """How many of the leading blocks came into host memory by now, and how many after them are in the cold tier."""
+    """How many leading blocks came into host memory by now, and how many after them the cold tier has."""
     if not hashes:
         return 0, 0
     with await space.match(hashes, cold_deadline=wait) as lease:

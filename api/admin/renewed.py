@@ -40,9 +40,9 @@ class Aged(Generic[_T]):
 class Renewed(Generic[_T]):
     """A value that is made when it is asked for, at most once at a time.
 
-    The last one is given for `seconds`, and for ten times as long as it took to make. After that who asks waits
-    a moment for a new one, and is given the last one where that takes longer; so asking again and again is always
-    answered soon, and the first answer after a long time may be an old one, which says its age.
+    The last one is given for `seconds`, and for ten times as long as it took to make. After that who asks
+    waits a moment for a new one, and is given the last one where that takes longer; so asking again and again
+    is always answered soon, and the first answer after a long time may be an old one, which says its age.
 
     Args:
         make: makes it.

@@ -1,14 +1,13 @@
 """Who may ask what, how much and how often: seen before a request reaches a route.
 
-Looking needs no token on this machine: the other side's address is loopback, and so is the host that it asks for,
-which a page of another site cannot have (DNS rebinding), and nobody passes it on for somebody else. Changing
-anything needs a token that may, always. There is no CORS: no other site's page reads an answer.
+Looking needs no token on this machine: the other side's address is loopback, and so is the host that it asks
+for, which a page of another site cannot have (DNS rebinding), and nobody passes it on for somebody else.
+Changing anything needs a token that may, always. There is no CORS: no other site's page reads an answer.
 Sources: RFC 6750 (bearer tokens), RFC 9110, W3C CSP3, fetch metadata (Sec-Fetch-Site).
 """
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, MutableMapping
@@ -20,11 +19,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .address import is_loopback
 from .models import Role
 from .problems import problem_answer
 from .tokens import Tokens
 
-__all__ = ["Bounds", "Safety", "is_loopback", "is_loopback_host", "role_of"]
+__all__ = ["Bounds", "Safety", "is_loopback_host", "role_of"]
 
 _OPEN: Final = ("/", "/healthz", "/readyz", "/favicon.ico")
 """Without any right: probes, and the dashboard's page, which asks for the rest."""
@@ -36,8 +36,8 @@ _PASSED_ON: Final = ("forwarded", "x-forwarded-for", "via")
 _BEARER: Final = "bearer "
 _MOST_PEERS: Final = 1024
 _HEADERS: Final = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
@@ -193,16 +193,6 @@ def is_loopback_host(hosts: Iterable[str]) -> bool:
     else:
         name = name.rpartition(":")[0] if ":" in name else name
     return name == "localhost" or is_loopback(name)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an IP address is this machine's own."""
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return bool((mapped or found).is_loopback)
 
 
 def _unauthorized(path: str, detail: str, error: str | None) -> ASGIApp:

@@ -88,7 +88,9 @@ async def tier_map(
 ) -> TierMap:
     """What lies where in host memory, from its first byte to its last."""
     if tier is not TierName.HOST:
-        raise HTTPException(HTTPStatus.NOT_FOUND, f"the {tier} tier has no map: its blocks have no places here")
+        raise HTTPException(
+            HTTPStatus.NOT_FOUND, f"the {tier} tier has no map: its blocks have no places here"
+        )
     facts = (await admin.watch.facts()).value
     seen = await admin.watch.occupancy()
     occupancy = seen.value
@@ -100,7 +102,8 @@ async def tier_map(
         count=sums.kinds.shape[1],
         extents=occupancy.capacity_bytes // occupancy.extent_bytes,
         spaces=[
-            MapSpace(space=space.id.hex(), tenant=space.tenant, shard=space.shard) for space in occupancy.spaces
+            MapSpace(space=space.id.hex(), tenant=space.tenant, shard=space.shard)
+            for space in occupancy.spaces
         ],
         cells=_cells(sums, occupancy.capacity_bytes, facts),
         free_bytes=occupancy.capacity_bytes
@@ -123,8 +126,7 @@ def _cells(sums: MapSums, capacity: int, facts: Facts) -> MapCells:
     held = sums.kinds[1:].sum(axis=0)
     # Reserved slots have no use yet.
     used = held - sums.kinds[KINDS.index("reserved")]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ages = facts.ages(sums.used_at / used)
+    ages = np.where(used > 0, facts.ages(sums.used_at / np.maximum(used, 1)), np.nan)
     shares = {name: _shares(sums.kinds[at] / sizes) for at, name in enumerate(KINDS)}
     vacant = 1 - sums.kinds.sum(axis=0) / sizes
     owner = sums.owners.argmax(axis=0) if len(sums.owners) else np.zeros(count, np.int64)

@@ -40,7 +40,7 @@ def _opened(name: str) -> Any:
     file = _cached(name)
     try:
         return made.from_file(str(file))
-    except Exception as error:  # noqa: BLE001  the package raises no other kind
+    except Exception as error:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"{name} has no tokenizer that can be read") from error
 
 

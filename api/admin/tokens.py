@@ -1,7 +1,7 @@
 """The tokens that operators say: a file of them, made at the first start, and who may do what.
 
-A line of the file is ``ROLE:TOKEN``, the roles ``read`` and ``operate``; empty lines and lines that begin with
-``#`` are passed over. Nobody but its owner can read it.
+A line of the file is ``ROLE:TOKEN``, the roles ``read`` and ``operate``; empty lines and lines that begin
+with ``#`` are passed over. Nobody but its owner can read it.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from starlette.exceptions import HTTPException
 
+from ...kvstore.clock import ClockReading
 from ...tiers.errors import IntegrityError, ServiceUnavailableError
 from ...tiers.record_file import RecordView
 from ..client_async import AsyncConnection
@@ -50,20 +51,13 @@ class Facts:
     clients: Mapping[str, Any]
 
     @cached_property
-    def _clock(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Ticks, ascending, and how many seconds ago each was."""
-        samples = sorted(self.status["clock"]["samples"])
-        ticks = np.array([tick for tick, _ in samples], dtype=np.float64)
-        return ticks, np.array([age for _, age in samples], dtype=np.float64)
+    def _clock(self) -> ClockReading:
+        clock = self.status["clock"]
+        return ClockReading(clock["now"], tuple((tick, age) for tick, age in clock["samples"]))
 
     def ages(self, ticks: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Seconds since ticks, float64 [n]; not a number where they are from before the first that is known."""
-        known, ages = self._clock
-        asked = np.asarray(ticks, dtype=np.float64)
-        if not len(known):
-            return np.full(asked.shape, np.nan)
-        found: npt.NDArray[np.float64] = np.interp(asked, known, ages, left=np.nan)
-        return found
+        """Seconds since ticks, float64 [n]; not numbers where they are not."""
+        return self._clock.ages(ticks)
 
 
 @dataclass(frozen=True)
