@@ -187,8 +187,7 @@ def add_parser(commands: Any) -> None:
         "--admin-token-file",
         metavar="FILE",
         help="what operators say, in a file that only its owner can read; each line read:TOKEN or "
-        "operate:TOKEN "
-        "(default: the socket's path with .admin.token, made at the first start)",
+        "operate:TOKEN (default: the socket's path with .admin.token, made at the first start)",
     )
     parser.add_argument("--admin-tls-cert", metavar="FILE", help="HTTPS: the certificate and its chain")
     parser.add_argument(

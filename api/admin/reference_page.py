@@ -60,7 +60,8 @@ def _operation(path: str, method: str, operation: dict[str, Any]) -> Iterator[st
 
 
 def _model(name: str, schema: dict[str, Any]) -> Iterator[str]:
-    yield f'<section><h3 id="{escape(name)}">{escape(name)}</h3><p>{escape(schema.get("description", ""))}</p>'
+    yield f'<section><h3 id="{escape(name)}">{escape(name)}</h3>'
+    yield f"<p>{escape(schema.get('description', ''))}</p>"
     if "properties" in schema:
         yield "<table><tr><th>field</th><th>type</th><th></th></tr>"
         for field, values in schema["properties"].items():
