@@ -226,6 +226,16 @@ class SlotRecords:
         names: list[bytes] = self._hashes[slots].tolist()
         return names
 
+    def hashes_of(self, slots: Ids) -> npt.NDArray[np.void]:
+        """The same as an array, V16 [n]."""
+        hashes: npt.NDArray[np.void] = self._hashes[slots]
+        return hashes
+
+    @property
+    def committed_slots(self) -> Ids:
+        """The slots that hold a committed block, ascending."""
+        return np.flatnonzero(self._state == _COMMITTED).astype(np.int32)
+
     # Leases
 
     def take_leases(self, slots: Ids) -> None:
