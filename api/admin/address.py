@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from typing import Final
+from typing import Any, Final
 
 from ...tiers.errors import ConfigError
 from ..remote_access import parse_address
@@ -25,7 +25,7 @@ def is_loopback(address: str) -> bool:
     return bool((mapped or found).is_loopback)
 
 
-def addresses_of(where: str, *, has_tokens: bool) -> list[tuple[socket.AddressFamily, tuple[str | int, ...]]]:
+def addresses_of(where: str, *, has_tokens: bool) -> list[tuple[socket.AddressFamily, Any]]:
     """The addresses of ``HOST:PORT``, with their families.
 
     Args:
@@ -39,7 +39,9 @@ def addresses_of(where: str, *, has_tokens: bool) -> list[tuple[socket.AddressFa
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigError("--admin", f"{where} is no address: {error.strerror}") from error
-    addresses = [(family, address) for family, _, _, _, address in found]
+    addresses: list[tuple[socket.AddressFamily, Any]] = [
+        (family, address) for family, _, _, _, address in found
+    ]
     if not has_tokens and not all(is_loopback(str(address[0])) for _, address in addresses):
         raise ConfigError(
             "--admin",
