@@ -71,7 +71,6 @@ from .messages import (
     Report,
     Reserve,
     Reserved,
-    SpaceOpened,
     Stats,
     Subscribe,
     Unpin,
@@ -79,6 +78,7 @@ from .messages import (
 from .operator_answers import OperatorAnswers
 from .purges import Purges
 from .service import Job, Service, seconds_of
+from .space_book import SpaceBook
 
 __all__ = ["Answers", "request_bytes"]
 
@@ -143,8 +143,7 @@ class Answers:
         self._counts = counts
         self._tenants = tenants
         self._engine = engine
-        self._spaces: list[HostSpace] = []
-        self._numbers: dict[bytes, int] = {}
+        self._spaces = SpaceBook()
         self._handlers: dict[type[Message], Callable[[Any], Message | Job]] = {
             OpenSpace: self._open_space,
             Match: self._match,
@@ -171,7 +170,7 @@ class Answers:
             PurgeTenant: self._purge_tenant,
             Report: self._report,
             CommandDone: self._command_done,
-            **OperatorAnswers(service, is_operator=tenants is None).handlers(),
+            **OperatorAnswers(service, self._spaces, is_operator=tenants is None).handlers(),
         }
 
     def understands(self, message: Message) -> bool:
@@ -190,7 +189,7 @@ class Answers:
         """Bytes of the reply, where it may be long."""
         if type(message) is not Get or not 0 <= message.space < len(self._spaces):
             return 0
-        return self._fitting(self._spaces[message.space], len(message.hashes))
+        return self._fitting(self._spaces.space(message.space), len(message.hashes))
 
     # Spaces
 
@@ -221,25 +220,16 @@ class Answers:
             raise CapacityError(f"the sidecar has {_MOST_SPACES} spaces, and takes no more")
         space = self._host.space(layout, shard=shard, tenant=tenant)
         service.spaces.add(name)
-        number = self._numbers.get(name)
-        if number is None:
-            number = self._numbers[name] = len(self._spaces)
-            self._spaces.append(space)
-        return SpaceOpened(number, space.id, space.slots_per_extent)
+        return self._spaces.opened(space)
 
     def _refuse_other_tenants(self, tenant: str) -> None:
         if self._tenants is not None and tenant not in self._tenants:
             raise AccessDeniedError(f"the token is not one of tenant {tenant!r}")
 
-    def _space(self, number: int) -> HostSpace:
-        if not 0 <= number < len(self._spaces):
-            raise ConfigError("space", f"this connection has opened no space {number}")
-        return self._spaces[number]
-
     # Leases
 
     def _match(self, asked: Match) -> Message | Job:
-        space, wait = self._space(asked.space), seconds_of("deadline", asked.deadline)
+        space, wait = self._spaces.space(asked.space), seconds_of("deadline", asked.deadline)
         hashes, start = asked.hashes, _start(asked)
         asks_cold = wait > 0 and self._host.cold is not None
         if not asks_cold and len(hashes) <= _QUICK_BLOCKS:
@@ -252,7 +242,7 @@ class Answers:
         )
 
     def _load(self, asked: Load) -> Message | Job:
-        space, wait = self._space(asked.space), seconds_of("deadline", asked.deadline)
+        space, wait = self._spaces.space(asked.space), seconds_of("deadline", asked.deadline)
         start = _start(asked)
         self._refuse_if_draining()
 
@@ -278,7 +268,7 @@ class Answers:
         return Leased(lease.slots, lease.generations, lease.cold)
 
     def _lease_slots(self, asked: LeaseSlots) -> Message:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         claims = self._claims(space)
         slots, generations = _handles(asked.slots, asked.generations)
         good = claims.existing(slots)
@@ -287,13 +277,13 @@ class Answers:
         return Marks(good)
 
     def _release(self, asked: Release) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         # The group's books say that they are leased: the store need not look, too.
         end = lambda slots, _: space.end_leases(slots)  # noqa: E731
         return self._end("release", self._group.take_leases, end, space, asked)
 
     def _reassert(self, asked: Reassert) -> Message:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         if self._client == UNNAMED:
             raise ConfigError(
                 "client", "a client that re-asserts must have said in its Hello which one it is"
@@ -303,7 +293,7 @@ class Answers:
     # Reservations
 
     def _reserve(self, asked: Reserve) -> Message | Job:
-        space, wait = self._space(asked.space), seconds_of("wait", asked.wait)
+        space, wait = self._spaces.space(asked.space), seconds_of("wait", asked.wait)
         lineage = _lineage(asked)
         self._refuse_if_draining()
         if len(asked.hashes) <= _QUICK_BLOCKS:
@@ -330,14 +320,14 @@ class Answers:
         return Reserved(reservation.status, reservation.slots, reservation.generations)
 
     def _commit(self, asked: Commit) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         if self._group.uid is None:
             # It was never written: what lies there was somebody else's.
             raise NotInPlaceError("over TCP blocks are written and committed by Put")
         return self._end("commit", self._group.take_reservations, space.commit, space, asked)
 
     def _abort(self, asked: Abort) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         return self._end("abort", self._group.take_reservations, space.abort, space, asked)
 
     def _end(
@@ -392,29 +382,29 @@ class Answers:
     # Keeping and losing blocks
 
     def _pin(self, asked: Pin) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         ttl = expect_seconds("ttl", asked.ttl) or None
         return _counted(len(asked.hashes), lambda: space.pin(asked.hashes, ttl=ttl))
 
     def _hint(self, asked: Hint) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         if asked.wanted:
             self._refuse_if_draining()
         return _counted(len(asked.hashes), lambda: space.hint(asked.hashes, wanted=asked.wanted))
 
     def _unpin(self, asked: Unpin) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         return _counted(len(asked.hashes), lambda: space.unpin(asked.hashes))
 
     def _may_have_room(self, asked: MayHaveRoom) -> Message:
-        return Count(int(self._space(asked.space).room_may_come(asked.held)))
+        return Count(int(self._spaces.space(asked.space).room_may_come(asked.held)))
 
     def _evict(self, asked: Evict) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         return _counted(asked.count, lambda: space.evict(min(asked.count, space.capacity)))
 
     def _purge(self, asked: Purge) -> Message | Job:
-        space, wait = self._space(asked.space), seconds_of("deadline", asked.deadline)
+        space, wait = self._spaces.space(asked.space), seconds_of("deadline", asked.deadline)
         notes = [asked.note] if asked.note else []
         return Job(True, *self._purges.of_space(space, asked.hashes, notes, wait))
 
@@ -444,7 +434,7 @@ class Answers:
 
     def _put(self, asked: Put) -> Message | Job:
         """Blocks that the group has reserved go to their slots; for the others there is room made now."""
-        space, wait = self._space(asked.space), seconds_of("wait", asked.wait)
+        space, wait = self._spaces.space(asked.space), seconds_of("wait", asked.wait)
         size, hashes = space.layout.block_bytes, asked.hashes
         if len(asked.data) != size * len(hashes):
             raise LayoutError(
@@ -481,7 +471,7 @@ class Answers:
         return Count(work())
 
     def _get(self, asked: Get) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         size = space.layout.block_bytes
         count = self._fitting(space, len(asked.hashes)) // size
         if not asked.hashes:
@@ -505,11 +495,11 @@ class Answers:
     # Notes, counters, events
 
     def _put_note(self, asked: PutNote) -> Message | Job:
-        space, wait = self._space(asked.space), seconds_of("deadline", asked.deadline)
+        space, wait = self._spaces.space(asked.space), seconds_of("deadline", asked.deadline)
         return Job(True, lambda: int(space.put_note(asked.name, asked.value, wait)), Count)
 
     def _get_note(self, asked: GetNote) -> Message | Job:
-        space, wait = self._space(asked.space), seconds_of("deadline", asked.deadline)
+        space, wait = self._spaces.space(asked.space), seconds_of("deadline", asked.deadline)
 
         def finish(read: tuple[ColdStatus, bytes]) -> Message:
             status, value = read

@@ -25,6 +25,7 @@ from ..kvstore.slot_space import SlotPlaces
 from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
     ClosedError,
+    ConfigError,
     KVPagerError,
     ServiceUnavailableError,
     StaleHandleError,
@@ -170,6 +171,29 @@ class AsyncConnection(AsyncOperatorCalls):
             if made is None:
                 made = self._spaces[space] = (AsyncInlineSpace if space.inline else AsyncSpace)(self, space)
             return made
+
+    async def find_space(self, space_id: bytes) -> AsyncSpace:
+        """Open a space that there is by its 16 bytes, whoever opened it first. For operators.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        name = expect_bytes("space_id", space_id, HASH_BYTES).hex()
+        for one in (await self.status())["spaces"]:
+            if one["id"] == name:
+                layout = KVLayout(
+                    one["num_layers"],
+                    one["num_kv_heads"],
+                    one["head_dim"],
+                    one["block_size"],
+                    one["dtype"],
+                    one["format"],
+                    planes=one["planes"],
+                    window=one["window"] or None,
+                    scale_bytes=one["scale_bytes"],
+                )
+                return await self.space(layout, shard=one["shard"], tenant=one["tenant"])
+        raise ConfigError("space_id", f"there is no space {name}")
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener`, on the loop, with every later event; returns how to end it."""
@@ -600,6 +624,10 @@ class AsyncSpace(SlotPlaces):
     async def evict(self, count: int) -> int:
         """See `HostSpace.evict`."""
         return await self._connection.ask(self._asks.evict(count))
+
+    async def demote(self, hashes: Sequence[bytes], *, deadline: float = 30.0) -> int:
+        """See `HostSpace.demote`. For operators: a token of tenants is refused."""
+        return await self._connection.ask(self._asks.demote(hashes, deadline))
 
     async def purge(self, hashes: Sequence[bytes], *, note: bytes = b"", deadline: float = 30.0) -> Purged:
         """See `RemoteSpace.purge`."""

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any, Final, Protocol
 
 from ..kvstore.control import CommandKind, EngineReport
-from ..tiers.errors import CommandError
+from ..tiers.errors import CommandError, ConfigError
 from ..tiers.settings import expect_choice, expect_text
 from .messages import Command, CommandDone, CommandGiven, Report
 
@@ -30,6 +30,10 @@ class Engine(Protocol):
 
     def send_notice(self, message: CommandGiven) -> None:
         """Send it; where it cannot be sent, the connection is about to end."""
+        ...
+
+    def finish(self) -> None:
+        """End the connection once the client has read its replies, or does not in a while."""
         ...
 
 
@@ -112,6 +116,17 @@ class Engines:
                 one["report"] = {**vars(known.report), "age": now - known.at}
             found[str(known.id)] = one
         return found
+
+    def find(self, client: int) -> Engine:
+        """The client of an id.
+
+        Raises:
+            ConfigError: none that is connected has it.
+        """
+        for engine, known in self._known.items():
+            if known.id == client:
+                return engine
+        raise ConfigError("client", f"no client that is connected has the id {client}")
 
     def give(self, asked: Command, seconds: float) -> Callable[[], CommandDone]:
         """Hand a command to the engine that holds the session; returns what waits for its answer.

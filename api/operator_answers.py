@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from .. import __version__
+from ..kvstore.hashing import HASH_BYTES
 from ..kvstore.status import DegradedPart, SpaceStatus, StoreStatus
-from ..tiers.errors import AccessDeniedError
-from .messages import Clients, Command, GetClients, Message
-from .operator_messages import GetStatus, Status
+from ..tiers.errors import AccessDeniedError, ConfigError
+from ..tiers.settings import expect_bytes
+from .messages import Clients, Command, Count, Done, GetClients, Message
+from .operator_messages import Demote, Disconnect, Evictions, EvictWhere, FindSpace, GetStatus, Status
 from .service import Job, Service, seconds_of
+from .space_book import SpaceBook
 
 __all__ = ["OperatorAnswers"]
 
@@ -25,17 +30,23 @@ class OperatorAnswers:
 
     Args:
         service: what connections share.
+        book: the spaces that the connection opened.
         is_operator: whether the client is one; else all of these are refused.
     """
 
-    def __init__(self, service: Service, *, is_operator: bool) -> None:
+    def __init__(self, service: Service, book: SpaceBook, *, is_operator: bool) -> None:
         self._service = service
+        self._book = book
         self._host = service.host
         self._is_operator = is_operator
         self._handlers: dict[type[Message], Callable[[Any], Message | Job]] = {
             GetStatus: self._get_status,
             GetClients: self._get_clients,
             Command: self._command,
+            Disconnect: self._disconnect,
+            FindSpace: self._find_space,
+            EvictWhere: self._evict_where,
+            Demote: self._demote,
         }
 
     def handlers(self) -> dict[type[Message], Callable[[Any], Message | Job]]:
@@ -93,6 +104,39 @@ class OperatorAnswers:
     def _command(self, asked: Command) -> Message | Job:
         wait = seconds_of("deadline", asked.deadline)
         return Job(True, self._service.engines.give(asked, wait), _same)
+
+    def _disconnect(self, asked: Disconnect) -> Message:
+        engine = self._service.engines.find(asked.client)
+        # Not before the reply is written: it may be the one that asks.
+        asyncio.get_running_loop().call_soon(engine.finish)
+        return Done()
+
+    # Blocks
+
+    def _find_space(self, asked: FindSpace) -> Message:
+        space = self._host.find_space(expect_bytes("id", asked.id, HASH_BYTES))
+        if space is None:
+            raise ConfigError("id", f"there is no space {asked.id.hex()}")
+        return self._book.opened(space)
+
+    def _evict_where(self, asked: EvictWhere) -> Message | Job:
+        wait = seconds_of("deadline", asked.deadline)
+        evict = partial(
+            self._host.evict_where,
+            tenant=asked.tenant or None,
+            spaces=asked.spaces or None,
+            hashes=asked.hashes or None,
+            older_than=asked.older_than or None,
+            tier=asked.tier or "host",
+            most_bytes=asked.most_bytes or None,
+            dry_run=asked.dry_run,
+            deadline=wait,
+        )
+        return Job(asked.tier == "cold", evict, lambda done: Evictions(done.blocks, done.bytes, done.lost))
+
+    def _demote(self, asked: Demote) -> Message | Job:
+        space, wait = self._book.space(asked.space), seconds_of("deadline", asked.deadline)
+        return Job(True, lambda: space.demote(asked.hashes, deadline=wait), Count)
 
 
 def _same(reply: Message) -> Message:

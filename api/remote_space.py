@@ -271,6 +271,10 @@ class RemoteSpace(SlotSpace):
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
         return RemoteLoad(self._shell.begin(self._asks.load(hashes, _LOAD_SECONDS, start)))
 
+    def demote(self, hashes: Sequence[bytes], *, deadline: float = 30.0) -> int:
+        """See `HostSpace.demote`. For operators: a token of tenants is refused."""
+        return self._connection.ask(self._asks.demote(hashes, deadline))
+
     def purge(self, hashes: Sequence[bytes], *, note: bytes = b"", deadline: float = 30.0) -> Purged:
         """Have blocks, and a note, be gone from host memory and the cold tier. See `Connection.purge_tenant`.
 

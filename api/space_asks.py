@@ -49,6 +49,7 @@ from .messages import (
     Reserved,
     Unpin,
 )
+from .operator_messages import Demote
 
 __all__ = ["LoadedLease", "SpaceAsks", "handles_of", "session_blocks"]
 
@@ -206,6 +207,19 @@ class SpaceAsks:
         """Let pinned blocks be evicted again."""
         names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
         return self._counted(lambda number: Unpin(number, names))
+
+    def demote(self, hashes: Sequence[bytes], deadline: float) -> Ask[int]:
+        """Have blocks be in the cold tier alone."""
+        names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
+        seconds = expect_seconds("deadline", deadline)
+        return Ask(
+            self._space,
+            lambda number: Demote(number, names, seconds),
+            lambda reply: expect(reply, Count).count,
+            lambda: 0,
+            seconds,
+            required=True,
+        )
 
     def evict(self, count: int) -> Ask[int]:
         """Let go of blocks, coldest first."""

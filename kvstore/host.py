@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -31,8 +31,11 @@ from ..tiers.memory import format_bytes
 from ..tiers.pinned import LARGEST_EXTENT, PinnedArena, arena_sizes, capacity_for
 from ..tiers.record_file import RecordFile
 from ..tiers.settings import (
+    MOST_BYTES,
     expect_byte_strings,
+    expect_choice,
     expect_flag,
+    expect_integer,
     expect_seconds,
     expect_text,
     expect_type,
@@ -40,6 +43,7 @@ from ..tiers.settings import (
 )
 from .calls import LostListener
 from .events import Listener
+from .evicting import MOST_AGE, EvictReport, evict_from_cold, evict_from_host
 from .handles import Lease
 from .hashing import HASH_BYTES, space_id
 from .policy import make_policy
@@ -176,11 +180,15 @@ class HostStore:
         with self._shared.lock():
             return tuple(self._spaces.values())
 
+    def find_space(self, space: bytes) -> HostSpace | None:
+        """The open space of this id; None where there is none."""
+        with self._shared.lock():
+            return self._spaces.get(space)
+
     def tenant_of(self, space: bytes) -> str | None:
         """Whose the space of this id is; None where there is none."""
-        with self._shared.lock():
-            found = self._spaces.get(space)
-            return None if found is None else found.tenant
+        found = self.find_space(space)
+        return None if found is None else found.tenant
 
     def tenants(self) -> dict[str, dict[str, Any]]:
         """Of each tenant with a space: its counters, ``blocks`` and ``bytes``, and ``quota`` (0: none)."""
@@ -233,6 +241,79 @@ class HostStore:
                 lease.release()
             raise
         return leases
+
+    def evict_where(
+        self,
+        *,
+        tenant: str | None = None,
+        spaces: Collection[bytes] | None = None,
+        hashes: Sequence[bytes] | None = None,
+        older_than: float | None = None,
+        tier: str = "host",
+        most_bytes: int | None = None,
+        dry_run: bool = False,
+        deadline: float = 30.0,
+    ) -> EvictReport:
+        """Let blocks go that all of this is true of; what is None restricts nothing.
+
+        From host memory go blocks that nobody leases or has pinned, longest unused first. From the cold tier
+        goes what it has of whole spaces, or of named blocks: it knows neither ages nor amounts.
+
+        Args:
+            tenant: blocks of this tenant.
+            spaces: blocks of spaces of these ids.
+            hashes: these blocks.
+            older_than: blocks that were last used so many seconds ago or longer. What was there before this
+                store was opened counts as used then.
+            tier: ``host`` or ``cold``.
+            most_bytes: of blocks that go.
+            dry_run: tell what would go, and change nothing.
+            deadline: seconds that the cold tier may take.
+
+        Raises:
+            ConfigError: an argument is of a wrong type or out of range, there is no such space, or the cold
+                tier cannot tell what is asked for.
+            ColdTierUnavailableError: there is no cold tier, or it did not remove all in time.
+            ClosedError: the store is closed.
+        """
+        tier = expect_choice("tier", tier, ("host", "cold"))
+        if hashes is not None:
+            hashes = list(dict.fromkeys(expect_byte_strings("hashes", hashes, HASH_BYTES)))
+        if older_than is not None:
+            older_than = expect_seconds("older_than", older_than, MOST_AGE)
+        if most_bytes is not None:
+            most_bytes = expect_integer("most_bytes", most_bytes, 0, MOST_BYTES)
+        dry_run, deadline = expect_flag("dry_run", dry_run), expect_seconds("deadline", deadline)
+        chosen = [space.evictions for space in self._chosen(tenant, spaces)]
+        if tier == "host":
+            return evict_from_host(
+                self._shared,
+                chosen,
+                hashes=hashes,
+                older_than=older_than,
+                most_bytes=most_bytes,
+                dry_run=dry_run,
+            )
+        for name, value in (("older_than", older_than), ("most_bytes", most_bytes)):
+            if value is not None:
+                raise ConfigError(name, "a cold tier knows neither ages nor amounts: this is for host memory")
+        return evict_from_cold(self._shared, chosen, hashes=hashes, deadline=deadline, dry_run=dry_run)
+
+    def _chosen(self, tenant: str | None, spaces: Collection[bytes] | None) -> list[HostSpace]:
+        """The open spaces of a tenant and of these ids."""
+        with self._shared.lock():
+            self._shared.check_open()
+            known = dict(self._spaces)
+        if spaces is not None:
+            ids = expect_byte_strings("spaces", list(spaces), HASH_BYTES)
+            for one in ids:
+                if one not in known:
+                    raise ConfigError("spaces", f"there is no space {one.hex()}")
+            known = {one: known[one] for one in ids}
+        if tenant is None:
+            return list(known.values())
+        tenant = check_tenant("tenant", tenant)
+        return [space for space in known.values() if space.tenant == tenant]
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with every later event of host memory and cold tier; returns how to end it.

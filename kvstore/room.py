@@ -108,6 +108,12 @@ class SpaceRoom:
         """
         return self._tell(self._records.evict(count, spare_dirty=spare_dirty))
 
+    def evict_idle(self, slots: Ids) -> int:
+        """Let go of these blocks, which may; returns how many went."""
+        count = self._tell(self._records.evict_idle(slots))
+        self._shared.changed.notify_all()
+        return count
+
     def may_come(self) -> bool:
         """Whether waiting for more slots may help: the arena is growing, or blocks are being copied below,
         of this space or of one that would give it an extent."""

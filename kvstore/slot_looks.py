@@ -14,10 +14,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from .handles import Generations
 from .policy import Ids
 from .slot_arrays import SlotArrays, SlotState
 
-__all__ = ["SlotCounts", "SlotLooks"]
+__all__ = ["IdleBlocks", "SlotCounts", "SlotLooks"]
 
 _SLICE: Final = 1 << 16
 _COMMITTED: Final = int(SlotState.COMMITTED)
@@ -39,6 +40,21 @@ class SlotCounts:
     pinned: int = 0
     dirty: int = 0
     damaged: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class IdleBlocks:
+    """Blocks that may go, longest unused first.
+
+    Args:
+        slots: int32 [n].
+        generations: int64 [n].
+        used_at: int64 [n], the ticks of their last use.
+    """
+
+    slots: Ids
+    generations: Generations
+    used_at: npt.NDArray[np.int64]
 
 
 class SlotLooks:
@@ -79,15 +95,11 @@ class SlotLooks:
             damaged += int(np.count_nonzero(state == _DAMAGED))
         return SlotCounts(leased, pinned, dirty, damaged)
 
-    def idle(self, extents: Collection[int], until: int) -> tuple[Ids, npt.NDArray[np.int64]]:
+    def idle(self, extents: Collection[int], until: int) -> IdleBlocks:
         """Blocks of these extents that may go and were last used up to a tick.
 
-        Args:
-            until: the tick.
-
-        Returns:
-            int32 [n] slots and int64 [n] the ticks of their last use, longest unused first; of what was used
-            together, higher slots before lower ones, which mostly hold what comes earlier in a prompt.
+        Of what was used together, higher slots come before lower ones, which mostly hold what is earlier in a
+        prompt.
         """
         found: list[Ids] = [np.empty(0, np.int32)]
         used: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
@@ -100,7 +112,8 @@ class SlotLooks:
             used.append(used_at[at])
         slots, ticks = np.concatenate(found)[::-1], np.concatenate(used)[::-1]
         order = np.argsort(ticks, kind="stable")
-        return slots[order], ticks[order]
+        slots = slots[order]
+        return IdleBlocks(slots, self._arrays.generations[slots], ticks[order])
 
     def _slices(self, extents: Collection[int]) -> Iterator[slice]:
         """The slots of these extents: neighbouring ones together, up to `_SLICE` at a time, ascending."""

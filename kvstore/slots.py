@@ -421,6 +421,36 @@ class SlotRecords:
         self._policy.remove(victims)
         return self._forget(victims)
 
+    def idle(self, slots: Ids, generations: Generations, until: int) -> Ids:
+        """Those of these handles, none twice, whose blocks may go and were not used after a tick."""
+        at = slots.astype(np.intp)
+        idle = (self._state[at] == _COMMITTED) & (self.generations[at] == generations)
+        idle &= (self.leases[at] == 0) & ~self._cleaning[at] & (self._used_at[at] <= until)
+        found: Ids = slots[idle]
+        return found
+
+    def idle_named(self, hashes: Sequence[bytes]) -> Ids:
+        """The slots of those of these blocks that nobody leases; of those being copied below, too."""
+        found = {self.index[name]: None for name in hashes if name in self.index}
+        slots = np.fromiter(found, np.int32, len(found))
+        idle: Ids = slots[self.leases[slots] == 0]
+        return idle
+
+    def used_at(self, slots: Ids) -> npt.NDArray[np.int64]:
+        """The ticks of the last use of these."""
+        ticks: npt.NDArray[np.int64] = self._used_at[slots]
+        return ticks
+
+    def is_cleaning(self, slots: Ids) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of these are being copied to the cold tier."""
+        cleaning: npt.NDArray[np.bool_] = self._cleaning[slots]
+        return cleaning
+
+    def evict_idle(self, slots: Ids) -> Evicted:
+        """Let these go, which `idle` found."""
+        self._policy.remove(slots)
+        return self._forget(slots)
+
     def _forget(self, slots: Ids) -> Evicted:
         """Free blocks that the policy ranks no more."""
         names = self.names(slots)

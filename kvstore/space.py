@@ -30,7 +30,9 @@ from ..tiers.settings import (
     expect_integer,
     expect_seconds,
 )
+from .cold_writes import ColdWrites
 from .events import EventKind
+from .evicting import SpaceEvictions
 from .handles import Generations, Lease, Reservation, ReserveStatus
 from .hashing import HASH_BYTES, Tokens, hash_blocks, notes_id, space_id
 from .lineage import (
@@ -65,9 +67,6 @@ _INT64: Final = np.dtype(np.int64)
 _NEW: Final = int(ReserveStatus.NEW)
 _PRESENT: Final = int(ReserveStatus.PRESENT)
 
-# What one background write or load carries: enough to keep several connections busy, little enough that
-# a batch is through in tens of milliseconds.
-_COLD_BATCH_BYTES: Final = 32 << 20
 _ROOM_POLL_SECONDS: Final = 0.02
 _MOST_HINTS: Final = 64
 """Loads ahead that may be under way; what is hinted at beyond them is not loaded."""
@@ -103,6 +102,9 @@ class HostSpace(SlotSpace):
         self._timed = TimedPins()
         self._notes = notes_id(self.id) if tenant else NOTE_SPACE
         self._purges = SpacePurges(shared, records, self.id, self._notes, layout.block_bytes, self._tenant)
+        self._writes = ColdWrites(shared, records, self.id, layout.block_bytes, self.view, self._purges)
+        self.evictions = SpaceEvictions(shared, records, self._room, self._writes, self.id)
+        """What operators have go of it."""
 
     # Where slots are
 
@@ -576,6 +578,25 @@ class HostSpace(SlotSpace):
             self._shared.check_open()
             return self._room.evict(count, spare_dirty=False)
 
+    def demote(self, hashes: Sequence[bytes], *, deadline: float = 30.0) -> int:
+        """Have blocks be in the cold tier alone: copied there if they are not yet, then dropped here.
+
+        What somebody leases or has pinned stays, and so does what the cold tier does not take in time; of a
+        prompt the end goes first.
+
+        Args:
+            hashes: which blocks.
+            deadline: seconds that copying may take.
+
+        Returns:
+            how many were dropped.
+
+        Raises:
+            ColdTierUnavailableError: there is no cold tier.
+        """
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        return self.evictions.demote(hashes, time.monotonic() + expect_seconds("deadline", deadline))
+
     def room_may_come(self, held: int) -> bool:
         """Whether waiting for slots may help: others have some, or the arena is growing.
 
@@ -651,7 +672,7 @@ class HostSpace(SlotSpace):
             how many leading blocks that was about, and how many of them arrived.
         """
         shared = self._shared
-        batch = list(hashes[: max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)])
+        batch = list(hashes[: self._writes.most])
         with shared.lock():
             if shared.cold.tier is not cold:
                 return 0, 0  # it is about to go, and waits for this load
@@ -707,42 +728,12 @@ class HostSpace(SlotSpace):
         shared = self._shared
         shared.check_open()
         with shared.cold.use() as cold:
-            return 0 if cold is None else self._write_batch(cold, flush, until)
-
-    def _write_batch(self, cold: ColdTier, flush: bool, until: float | None) -> int:
-        shared, records = self._shared, self._records
-        limit = max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)
-        with shared.lock():
-            slots = records.next_dirty(limit) if flush else self._room.to_clean()[:limit]
-            if not len(slots):
+            if cold is None:
                 return 0
-            records.start_cleaning(slots)
-            names = records.names(slots)
-        deadline = shared.settings.cold_deadline
-        if until is not None:
-            deadline = min(deadline, max(0.001, until - time.monotonic()))
-        views = [self.view(slot) for slot in slots.tolist()]
-        status = np.full(len(slots), ColdStatus.UNAVAILABLE, dtype=np.uint8)
-        try:
-            status = cold.put(self.id, names, views, deadline)
-        finally:
-            for view in views:
-                view.release()
-            done = status == ColdStatus.OK
-            written = int(np.count_nonzero(done))
-            with shared.lock():
-                purged = records.end_cleaning(slots, done)
-                done &= ~purged
-                shared.stats.cold_written += written
-                shared.stats.cold_write_failed += len(slots) - written
-                shared.cold.took(status)
-                shared.post(
-                    EventKind.STORED, "cold", self.id, [names[at] for at in np.flatnonzero(done).tolist()]
-                )
-                shared.changed.notify_all()
-            if purged.any():
-                self._purges.remove_copies([names[at] for at in np.flatnonzero(purged).tolist()])
-        return written
+            return self._writes.write(cold, self._records.next_dirty if flush else self._to_clean, until)
+
+    def _to_clean(self, limit: int) -> Ids:
+        return self._room.to_clean()[:limit]
 
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
         """Keep a small named record in the cold tier; False where there is none or it did not take it."""

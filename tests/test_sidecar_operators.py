@@ -4,26 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from kvpager.api.client import connect
 from kvpager.api.client_async import connect_async
-from kvpager.api.messages import GetClients, Leased, Match, Message, Pin, Reserve
-from kvpager.api.operator_messages import GetStatus, Status
+from kvpager.api.messages import (
+    Command,
+    Count,
+    Done,
+    GetClients,
+    Leased,
+    Load,
+    Match,
+    Message,
+    Pin,
+    Reserve,
+    SpaceOpened,
+)
+from kvpager.api.operator_messages import (
+    Demote,
+    Disconnect,
+    Evictions,
+    EvictWhere,
+    FindSpace,
+    GetStatus,
+    Status,
+)
 from kvpager.api.remote_access import RemoteAccess
+from kvpager.kvstore.evicting import EvictReport
 from kvpager.kvstore.host import HostStore
-from kvpager.tests.raw_client import LAYOUT, RawClient, Running, names, store
+from kvpager.tests.raw_client import LAYOUT, RawClient, Running, await_true, counts, names, store
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tests.troubled_disk import TroubledDisk
 from kvpager.tiers.cold import ColdStatus
-from kvpager.tiers.errors import AccessDeniedError
+from kvpager.tiers.errors import AccessDeniedError, ColdTierUnavailableError, ConfigError
 
 ALL, ANNA = "token of all....", "token of anna..."
-OPERATORS_MESSAGES: list[Message] = [GetStatus(), GetClients()]
+OPERATORS_MESSAGES: list[Message] = [
+    GetStatus(),
+    GetClients(),
+    Command("wake", "chat", (), 5.0),
+    FindSpace(bytes(16)),
+    EvictWhere("", (), (), 0.0, "", 0, True),
+    Demote(0, (), 0.0),
+    Disconnect(1),
+]
 
 
 @pytest.fixture
@@ -236,3 +269,254 @@ def test_both_clients_ask_for_the_status(running: Running) -> None:
 
     with connect(str(running.path)) as operator:
         assert operator.status()["pid"] == asyncio.run(asked())["pid"] == os.getpid()
+
+
+# Blocks
+
+
+def test_a_space_is_found_by_its_id(running: Running, operator: RawClient) -> None:
+    with RawClient(running.path, group=b"e" * 16) as engine:
+        store(engine, engine.open(tenant="anna"), 0, 4)
+    (known,) = running.host.spaces
+    found = operator.call(FindSpace(known.id), SpaceOpened)
+    assert (found.space, found.id, found.slots_per_extent) == (0, known.id, 16)
+    assert operator.call(Pin(found.space, names(0, 4)), Count).count == 4
+    assert operator.call(FindSpace(known.id)) == found
+    assert operator.open(tenant="anna") == found.space
+    for wrong in (bytes(16), b"short"):
+        with pytest.raises(ConfigError, match="id: "):
+            operator.call(FindSpace(wrong))
+
+
+def evict(client: RawClient, **asked: Any) -> EvictReport:
+    values = {
+        "tenant": "",
+        "spaces": (),
+        "hashes": (),
+        "older_than": 0.0,
+        "tier": "",
+        "most_bytes": 0,
+        "dry_run": False,
+    }
+    done = client.call(EvictWhere(**{**values, **asked}), Evictions)
+    return EvictReport(done.blocks, done.bytes, done.lost)
+
+
+def test_what_a_dry_run_tells_is_what_goes(running: Running, operator: RawClient) -> None:
+    with RawClient(running.path, group=b"e" * 16) as engine:
+        spaces = {
+            tenant: engine.open(shard=shard, tenant=tenant)
+            for tenant, shard in (("anna", ""), ("ben", ""), ("carl", "tp1/2"))
+        }
+        for space in spaces.values():
+            store(engine, space, 0, 10)
+        engine.call(Match(spaces["ben"], names(0, 2), 0.0), Leased)
+        engine.call(Pin(spaces["ben"], names(5, 1)))
+        ben = running.host.space(LAYOUT, tenant="ben")
+        for asked, blocks in (
+            ({"tenant": "nobody"}, 0),
+            ({"older_than": 3600.0}, 0),
+            ({"tenant": "anna", "hashes": names(8, 4)}, 2),
+            ({"tenant": "anna", "most_bytes": 3 * 4096 + 1}, 3),
+            ({"spaces": (ben.id,)}, 7),
+            ({"spaces": (ben.id,), "tenant": "anna"}, 0),
+            ({"most_bytes": 4096}, 1),
+            ({}, 14),
+        ):
+            before = {one.id: one.resident for one in running.host.spaces}
+            told = evict(operator, **asked, dry_run=True)
+            assert {one.id: one.resident for one in running.host.spaces} == before
+            assert evict(operator, **asked) == told == EvictReport(blocks, blocks * 4096, blocks), asked
+            running.host.check_integrity()
+        # What was leased and pinned is left.
+        assert [one.resident for one in running.host.spaces] == [0, 3, 0]
+    with pytest.raises(ConfigError, match="spaces: there is no space"):
+        evict(operator, spaces=(bytes(16),))
+    with pytest.raises(ConfigError, match="tier: "):
+        evict(operator, tier="tape")
+
+
+def test_the_longest_unused_goes_first_and_the_end_of_a_prompt_before_its_beginning(
+    running: Running, operator: RawClient
+) -> None:
+    space = running.host.space(LAYOUT)
+    for first in (0, 10, 20):
+        store(operator, operator.open(), first, 5)
+    space.match(names(0, 5)).release()
+    assert evict(operator, most_bytes=7 * 4096).blocks == 7
+    assert [len(space.match(names(first, 5)).slots) for first in (0, 10, 20)] == [5, 0, 3]
+
+
+def test_only_what_is_as_old_as_was_said_goes(running: Running, operator: RawClient) -> None:
+    space = operator.open()
+    store(operator, space, 0, 4)
+    time.sleep(1.2)
+    store(operator, space, 10, 4)
+    assert evict(operator, older_than=0.6, dry_run=True).blocks == 4
+    assert evict(operator, older_than=0.6).blocks == 4
+    assert running.host.space(LAYOUT).match(names(0, 1)).slots.tolist() == []
+    assert len(running.host.space(LAYOUT).match(names(10, 4)).slots) == 4
+
+
+@pytest.fixture
+def over_disk(tmp_path: Path) -> Iterator[tuple[Running, TroubledDisk]]:
+    cold = TroubledDisk(tmp_path / "cold")
+    with (
+        HostStore(1 << 20, cold=cold, extent_bytes=1 << 16, clean_ahead=0.0) as host,
+        Running(tmp_path / "socket", host) as made,
+    ):
+        yield made, cold
+
+
+def test_the_cold_tier_lets_named_blocks_and_whole_spaces_go(
+    over_disk: tuple[Running, TroubledDisk],
+) -> None:
+    running, cold = over_disk
+    with RawClient(running.path) as client:
+        space = running.host.space(LAYOUT)
+        store(client, client.open(), 0, 10)
+        assert running.host.flush() == 0
+        space.evict(4)
+        for asked in ({"older_than": 1.0}, {"most_bytes": 1}, {"dry_run": True}):
+            with pytest.raises(ConfigError):
+                evict(client, tier="cold", **asked)
+        named = {"tier": "cold", "hashes": names(4, 4)}
+        told = evict(client, **named, dry_run=True)
+        assert np.count_nonzero(cold.contains(space.id, names(0, 10))) == 10
+        # Of the four, two are in host memory yet.
+        assert evict(client, **named) == told == EvictReport(4, 4 * 4096, 2)
+        assert cold.contains(space.id, names(0, 10)).tolist() == [True] * 4 + [False] * 4 + [True] * 2
+        assert space.dirty == 2
+        assert evict(client, tier="cold") == EvictReport(6, 6 * 4096, 2)
+        assert space.dirty == 6
+        cold.fault = ColdStatus.UNAVAILABLE
+        with pytest.raises(ColdTierUnavailableError):
+            evict(client, tier="cold")
+    with HostStore(1 << 20) as host, pytest.raises(ColdTierUnavailableError, match="there is no cold tier"):
+        host.evict_where(tier="cold")
+
+
+def test_demoted_blocks_are_in_the_cold_tier_alone(over_disk: tuple[Running, TroubledDisk]) -> None:
+    running, cold = over_disk
+    with RawClient(running.path) as client:
+        known, space = running.host.space(LAYOUT), client.open()
+        store(client, space, 0, 10)
+        leased = client.call(Match(space, names(0, 1), 0.0), Leased)
+        client.call(Pin(space, names(1, 1)))
+        assert client.call(Demote(space, (*names(0, 6), *names(50, 3), *names(5, 1)), 20.0), Count).count == 4
+        assert known.resident == 6
+        assert cold.contains(known.id, names(0, 10)).tolist() == [False] * 2 + [True] * 4 + [False] * 4
+        loaded = client.call(Load(space, names(0, 6), 20.0), Leased)
+        assert (len(loaded.slots), loaded.loaded) == (6, 4)
+        assert len(leased.slots) == 1
+        running.host.check_integrity()
+        # What the tier does not take stays.
+        cold.fault = ColdStatus.FULL
+        assert client.call(Demote(space, names(6, 4), 0.3), Count).count == 0
+        assert known.match(names(6, 4)).slots.size == 4
+
+
+def test_there_must_be_a_cold_tier_to_demote_to(running: Running, operator: RawClient) -> None:
+    space = operator.open()
+    store(operator, space, 0, 1)
+    with pytest.raises(ColdTierUnavailableError, match="no cold tier"):
+        operator.call(Demote(space, names(0, 1), 5.0))
+    assert running.host.space(LAYOUT).resident == 1
+
+
+# Clients that are sent away
+
+
+def test_a_client_that_is_disconnected_keeps_its_leases_while_its_process_lives(tmp_path: Path) -> None:
+    with (
+        ServeProcess(tmp_path / "socket") as serve,
+        RawClient(serve.path, group=b"o" * 16) as operator,
+        process_with_leases(serve.path) as engine,
+    ):
+
+        def held() -> int:
+            return counts(operator)["leased"]
+
+        await_true(lambda: held() == 3)
+        (client,) = [
+            one for one in operator.call(GetClients()).values.values() if one["name"].startswith("holder")
+        ]
+        operator.call(Disconnect(client["id"]), Done)
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "disconnected\n"
+        assert counts(operator)["clients"] == 1
+        assert held() == 3
+        assert evict(operator).blocks == 1
+        engine.kill()
+        engine.wait()
+        await_true(lambda: held() == 0)
+        assert evict(operator).blocks == 3
+        for wrong in (client["id"], 10_000, -1):
+            with pytest.raises(ConfigError, match="client: "):
+                operator.call(Disconnect(wrong))
+
+
+def test_who_disconnects_himself_is_told_so(running: Running, operator: RawClient) -> None:
+    (mine,) = operator.call(GetClients()).values.values()
+    assert operator.call(Disconnect(mine["id"])) == Done()
+    with pytest.raises((EOFError, ConnectionResetError)):
+        operator.receive()
+
+
+_HOLDER = """
+import sys, time
+from kvpager.tests.raw_client import RawClient, names, store
+from kvpager.api.messages import Match
+from kvpager.api.wire import Request, encode
+from kvpager.tests.raw_client import hello
+import dataclasses
+client = RawClient(sys.argv[1], greet=False)
+client.greet(dataclasses.replace(hello(), name="holder"))
+space = client.open()
+store(client, space, 0, 4)
+client.call(Match(space, names(0, 3), 0.0))
+try:
+    client.receive()
+except (EOFError, ConnectionResetError):
+    print("disconnected", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def process_with_leases(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that leases three of its four blocks and then waits."""
+    command = [sys.executable, "-c", _HOLDER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_asyncio_client_has_blocks_go(over_disk: tuple[Running, TroubledDisk]) -> None:
+    running, _ = over_disk
+
+    async def work() -> None:
+        async with (
+            await connect_async(str(running.path), name="engine") as engine,
+            await connect_async(str(running.path)) as operator,
+        ):
+            space = await engine.space(LAYOUT, tenant="anna")
+            assert await space.put(names(0, 6), np.zeros((6, 4096), np.uint8), wait=20.0) == 6
+            found = await operator.find_space(space.id)
+            assert (found.layout, found.tenant) == (LAYOUT, "anna")
+            assert await found.demote(names(4, 2)) == 2
+            assert await operator.evict_where(tenant="anna", most_bytes=4096) == EvictReport(1, 4096, 1)
+            assert await operator.evict_where(spaces=[space.id], dry_run=True) == EvictReport(3, 12288, 3)
+            with pytest.raises(ConfigError, match="space_id: "):
+                await operator.find_space(bytes(16))
+            (one,) = [one for one in (await operator.clients()).values() if "engine" in one["name"]]
+            await operator.disconnect(one["id"])
+            while one["id"] in [other["id"] for other in (await operator.clients()).values()]:
+                await asyncio.sleep(0.01)
+            # The client library comes back by itself.
+            await engine.wait_ready(20.0)
+            assert len(await space.match(names(0, 3))) == 3
+
+    asyncio.run(asyncio.wait_for(work(), 60))

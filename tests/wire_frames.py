@@ -112,7 +112,14 @@ def frames() -> dict[str, Frame]:
         "put blocks of a chain": Request(33, m.Put(0, hashes, bytes(range(64)), 0.0, parents, depths)),
         "may have room": Request(29, m.MayHaveRoom(0, 3)),
         "get status": Request(30, o.GetStatus()),
-        "status": Reply(30, o.Status({"pid": 4242, "draining": False, "clock": {"samples": ((7, 0.5),)}})),
+        "status": Reply(30, o.Status({"pid": 4242, "draining": False, "clock": {"now": 7}})),
+        "find space": Request(31, o.FindSpace(_hash(64))),
+        "evict where": Request(
+            32, o.EvictWhere("tenant é", (_hash(64),), hashes, 3600.0, "host", 1 << 30, True)
+        ),
+        "evictions": Reply(32, o.Evictions(12, 49152, 3)),
+        "demote": Request(33, o.Demote(0, hashes, 30.0)),
+        "disconnect": Request(34, o.Disconnect(7)),
         "purge": Request(21, m.Purge(0, hashes, b"name", 30.0)),
         "purge tenant": Request(22, m.PurgeTenant("tenant é", 30.0)),
         "purged": Reply(22, m.Purged(2, 10, 40960, 12, 49152, 1, {"leased": {"engine 0 (pid 4242)": 3}})),
