@@ -17,6 +17,7 @@ import numpy as np
 from kvpager.api.admin.discovery import find_admin, place_file
 from kvpager.api.client import Connection, connect
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
+from kvpager.kvstore.lineage import Lineage
 from kvpager.tests.raw_client import LAYOUT
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tiers.errors import ServiceUnavailableError
@@ -60,7 +61,7 @@ class AdminServer:
 
     def ask(self, method: str, path: str, role: str | None = None, **more: Any) -> httpx.Response:
         """Ask it, with the token of a role or none."""
-        headers = dict(more.pop("headers", {}))
+        headers = {"Cache-Control": "no-cache", **more.pop("headers", {})}
         if role is not None:
             headers["Authorization"] = f"Bearer {self.tokens[role]}"
         return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=30, **more)
@@ -122,7 +123,8 @@ def store_prompt(client: Connection, tokens: list[int], *, tenant: str = "", sha
     """Have the blocks of a prompt in host memory; returns their hashes."""
     space = client.space(LAYOUT, tenant=tenant, shard=shard)
     hashes = hash_blocks(tokens, LAYOUT.block_size, ROOT)
-    assert space.put(hashes, blocks_of(len(hashes)), wait=5.0) == len(hashes)
+    kept = space.put(hashes, blocks_of(len(hashes)), wait=5.0, lineage=Lineage.of_chain(hashes))
+    assert kept == len(hashes)
     return hashes
 
 

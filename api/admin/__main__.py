@@ -96,7 +96,7 @@ async def _serve(
         return AsyncConnection(path, name="admin", group=group, timeout=_TIMEOUT, strict=True)
 
     connection = connect()
-    app = create_app(connection, connect, tokens)
+    app = create_app(connection, connect, tokens, group=group)
     config = uvicorn.Config(
         app,
         access_log=False,  # what is asked for may name sessions
