@@ -42,6 +42,7 @@ class AdminServer:
         self.path = path
         self.url = ""
         self.tokens: dict[str, str] = {}
+        self._client = httpx.Client(timeout=30)
 
     def await_admin(self, other_than: str = "") -> None:
         """Wait until the admin process serves, on another URL than this."""
@@ -55,6 +56,8 @@ class AdminServer:
             except (ServiceUnavailableError, httpx.TransportError):
                 pass
             time.sleep(0.02)
+        self._client.close()  # connections to another one are of no use
+        self._client = httpx.Client(timeout=30)
         self.url = place.url
         lines = Path(place.token_file).read_text().split()
         self.tokens = dict(line.split(":", 1) for line in lines)
@@ -64,7 +67,7 @@ class AdminServer:
         headers = {"Cache-Control": "no-cache", **more.pop("headers", {})}
         if role is not None:
             headers["Authorization"] = f"Bearer {self.tokens[role]}"
-        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=30, **more)
+        return self._client.request(method, f"{self.url}{path}", headers=headers, **more)
 
     def get(self, path: str, **more: Any) -> Any:
         """What a GET says."""
@@ -107,6 +110,7 @@ class AdminServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._client.close()
         self.serve.terminate()
         self.serve.__exit__(kind, error, trace)
         assert not Path(place_file(str(self.path))).exists()
