@@ -598,6 +598,40 @@ class CudaMover:
 
     def _locate(self, addresses: AddressArray, nbytes: int) -> _Located:
         """Which allocation or registration each block is in, asking the driver once for each of them."""
+        count = addresses.size
+        one = self._memory_at(int(addresses.min()))
+        if one.reached and int(addresses.max()) + nbytes <= one.stop:
+            return _Located(np.ones(count, np.int64), np.ones(count, np.bool_), one.on_device)
+        order = addresses.argsort(kind="stable")
+        ordered = addresses[order]
+        numbers = np.zeros(count, np.int64)  # 0: memory that CUDA does not know
+        sides = set()
+        at = 0
+        for number in itertools.count(1):
+            if at == count:
+                break
+            one = self._memory_at(int(ordered[at]))
+            sides.add(one.on_device)
+            stop = at + 1
+            if one.reached:
+                stop = max(stop, at + int(ordered[at:].searchsorted(one.stop)))
+                last = int(ordered[stop - 1])
+                # Device memory may be mapped from several pieces, across which the driver copies; host memory
+                # that was registered in pieces it refuses.
+                if not one.on_device and last + nbytes > one.stop:
+                    raise KernelError(
+                        f"a block of {nbytes} bytes near {last:#x} lies across two registrations"
+                    )
+                numbers[at:stop] = number
+            at = stop
+        if len(sides) > 1:
+            raise KernelError("one end of a batch is partly in device and partly in host memory")
+        group = np.empty(count, np.int64)
+        group[order] = numbers
+        return _Located(group, group > 0, sides.pop())
+
+    def _memory_at(self, address: int) -> _Memory:
+        """The allocation or registration that an address is in."""
         driver = self._driver
         kind = driver.CUpointer_attribute
         wanted = [
@@ -605,35 +639,13 @@ class CudaMover:
             kind.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
             kind.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
         ]
-        group = np.zeros(addresses.size, np.int64)  # 0: not asked yet; 1: memory that CUDA does not know
-        sides = set()
-        for number in itertools.count(2):
-            unknown = np.flatnonzero(group == 0)
-            if unknown.size == 0:
-                break
-            address = int(addresses[unknown[0]])
-            memory, start, size = check(
-                driver.cuPointerGetAttributes(len(wanted), wanted, address),
-                f"looking address {address:#x} up",
-            )
-            device = int(memory) == int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
-            sides.add(device)
-            if int(memory) == 0:
-                group[unknown[0]] = 1
-                continue
-            start, size = int(start), int(size)
-            inside = (addresses >= start) & (addresses < start + size)
-            # Device memory may be mapped from several pieces, across which the driver copies; host memory
-            # that was registered in pieces it refuses.
-            if not device and (addresses[inside] > start + size - nbytes).any():
-                raise KernelError(
-                    f"a block of {nbytes} bytes near {address:#x} lies across two registrations"
-                )
-            inside[unknown[0]] = True
-            group[inside] = number
-        if len(sides) > 1:
-            raise KernelError("one end of a batch is partly in device and partly in host memory")
-        return _Located(group, group != 1, sides.pop())
+        memory, start, size = check(
+            driver.cuPointerGetAttributes(len(wanted), wanted, address), f"looking address {address:#x} up"
+        )
+        if int(memory) == 0:
+            return _Memory(False, False, address)
+        on_device = int(memory) == int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
+        return _Memory(True, on_device, int(start) + int(size))
 
     def _event(self) -> Any:
         if self._events:
@@ -668,6 +680,16 @@ class CudaMover:
             self._events += [transfer.start, transfer.end]
         transfer.over = True
         return True
+
+
+class _Memory(NamedTuple):
+    """An allocation or registration."""
+
+    reached: bool
+    """Whether CUDA knows of it, so that the GPU reaches it."""
+    on_device: bool
+    stop: int
+    """The address after its last byte, where that is known."""
 
 
 class _Located(NamedTuple):
