@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
-from .lineage import ChainPlace, Lineage, Words, word_column
+from .lineage import ChainPlace, Lineage, Words
 from .policy import Ids
 from .slot_arrays import SlotArrays
 
@@ -29,7 +29,6 @@ class SlotLineage:
     """
 
     def __init__(self, arrays: SlotArrays) -> None:
-        self._hashes = arrays.hashes
         self._parents = arrays.parents
         self._depths = arrays.depths
         self._hits = arrays.hits
@@ -75,33 +74,23 @@ class SlotLineage:
 
     def adopt(self) -> None:
         """What another process left cannot be wrong but in being no lineage at all."""
-        wrong = (self._depths < 0) | ((self._depths == 1) & (self._parents > 0))
+        wrong = self._impossible()
         self._depths[wrong] = 0
         self._parents[wrong] = 0
 
-    def check_integrity(self, slots: Ids) -> None:
-        """Prove that blocks which precede each other by their hashes do so by their depths.
+    def check_integrity(self) -> None:
+        """Prove that what is known of each slot can be a lineage.
 
-        Args:
-            slots: the committed ones.
+        Not that blocks agree with each other: who matches what is no chain teaches what is not so.
 
         Raises:
-            IntegrityError: naming the first block that does not.
+            IntegrityError: it cannot.
         """
-        parents, depths = self.of(slots)
-        if (depths < 0).any() or (parents[depths == 1] > 0).any():
+        if self._impossible().any():
             raise IntegrityError(
-                "a host block has a depth below 0, or a parent and is the first of its chain"
+                "a host block has a depth below 0, or is the first of its chain and has a parent"
             )
-        # Of blocks whose hashes begin alike it is not known which one is meant.
-        words, first, times = np.unique(
-            word_column(self._hashes[slots]), return_index=True, return_counts=True
-        )
-        words, first = words[times == 1], first[times == 1]
-        children = np.flatnonzero((depths > 0) & (parents > 0) & np.isin(parents, words))
-        of_parents = depths[first[np.searchsorted(words, parents[children])]]
-        wrong = children[(of_parents > 0) & (of_parents + 1 != depths[children])]
-        if len(wrong):
-            raise IntegrityError(
-                f"host slot {slots[wrong[0]]} is not one deeper in its chain than its parent"
-            )
+
+    def _impossible(self) -> npt.NDArray[np.bool_]:
+        wrong: npt.NDArray[np.bool_] = (self._depths < 0) | ((self._depths == 1) & (self._parents > 0))
+        return wrong

@@ -745,7 +745,7 @@ class SlotRecords:
             for name, slot in book.items():
                 if self._hashes[slot].tolist() != name:
                     raise IntegrityError(f"host slot {slot} has another hash than the index says")
-        self.lineage.check_integrity(committed.astype(np.int32))
+        self.lineage.check_integrity()
         if self._num_cleaning != np.count_nonzero(self._cleaning):
             raise IntegrityError(f"{self._num_cleaning} host blocks are counted as being copied below")
         if (self.leases < 0).any() or (self._pins + self._timed > self.leases).any():
