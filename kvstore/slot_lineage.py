@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
-from .lineage import ChainPlace, Lineage, Words
+from .lineage import ChainPlace, Lineage, ShortHashes
 from .policy import Ids
 from .slot_arrays import SlotArrays
 
@@ -36,17 +36,17 @@ class SlotLineage:
     def grant(self, slots: _Places, lineage: Lineage | None) -> None:
         """Slots are granted for blocks of this lineage; what was known of earlier ones is forgotten."""
         self._hits[slots] = 0
-        self._parents[slots] = 0 if lineage is None else lineage.parent_words
+        self._parents[slots] = 0 if lineage is None else lineage.short_parents
         self._depths[slots] = 0 if lineage is None else lineage.depths
 
     def learn(self, slots: _Places, lineage: Lineage) -> None:
         """Blocks are of this lineage, as far as no other is known of them."""
         known, told = self._depths[slots], lineage.depths
-        words = lineage.parent_words
+        parents = lineage.short_parents
         new = (known == 0) | ((known == told) & (self._parents[slots] == 0))
-        new &= (told > 0) | (words > 0)
+        new &= (told > 0) | (parents > 0)
         slots = slots[new]
-        self._parents[slots] = words[new]
+        self._parents[slots] = parents[new]
         self._depths[slots] = told[new]
 
     def found(self, slots: _Places, hashes: Sequence[bytes], start: ChainPlace | None) -> None:
@@ -63,7 +63,7 @@ class SlotLineage:
             if ((depths == 0) | (depths == lineage.depths)).all():
                 self.learn(slots, lineage)
 
-    def of(self, slots: Ids) -> tuple[Words, npt.NDArray[np.int32]]:
+    def of(self, slots: Ids) -> tuple[ShortHashes, npt.NDArray[np.int32]]:
         """What is known of slots: uint64 [n] of their parents' hashes, int32 [n] depths."""
         return self._parents[slots], self._depths[slots]
 

@@ -23,7 +23,7 @@ from kvpager.api.remote_access import RemoteAccess
 from kvpager.api.wire import Reply
 from kvpager.kvstore.hashing import hash_blocks, hash_partial
 from kvpager.kvstore.host import HostStore
-from kvpager.kvstore.lineage import CHAIN_START, NO_PARENT, Ancestors, ChainPlace, Lineage, word_column
+from kvpager.kvstore.lineage import CHAIN_START, NO_PARENT, Ancestors, ChainPlace, Lineage, short_hashes
 from kvpager.kvstore.slot_arrays import SlotArrays
 from kvpager.kvstore.slot_lineage import SlotLineage
 from kvpager.kvstore.space import HostSpace
@@ -142,21 +142,27 @@ def test_a_space_refuses_the_lineage_of_other_blocks(space: HostSpace) -> None:
     ):
         with pytest.raises(ConfigError, match=r"^start:"):
             ask()
+    put(space, hashes)
+    deep = ChainPlace(ROOT, 2**31 - 2)
+    for ask in (lambda: space.match(hashes, start=deep), lambda: space.load(hashes, 1.0, start=deep)):
+        with pytest.raises(ConfigError, match=r"^depth:"):
+            ask()
+    assert space.evict(3) == 3
 
 
 def test_a_chain_is_followed_to_where_it_is_not_known_and_never_in_a_circle() -> None:
     hashes = chain(1, 6)
     array = np.array(hashes, dtype="V16")
-    words, none = word_column(array), np.zeros(6, np.int32)
-    parents = np.concatenate([[np.uint64(0)], words[:-1]])
+    short, none = short_hashes(array), np.zeros(6, np.int32)
+    parents = np.concatenate([[np.uint64(0)], short[:-1]])
     whole = Ancestors(array, parents, np.arange(1, 7, dtype=np.int32))
     assert whole.chain(5) == hashes
     assert Ancestors(array[2:], parents[2:], none[2:]).chain(3) == hashes[2:]
-    circle = np.roll(words, 1)
+    circle = np.roll(short, 1)
     assert sorted(Ancestors(array, circle, none).chain(5)) == sorted(hashes)
     # Of two whose hashes begin alike the one that is where a parent should be.
     alike = np.array([hashes[0][:8] + bytes(8), *hashes[:2]], dtype="V16")
-    found = Ancestors(alike, np.array([1, 0, words[0]], np.uint64), np.array([7, 1, 2], np.int32)).chain(2)
+    found = Ancestors(alike, np.array([1, 0, short[0]], np.uint64), np.array([7, 1, 2], np.int32)).chain(2)
     assert found == hashes[:2]
 
 
@@ -477,11 +483,11 @@ def test_requests_carry_what_is_known(running: Running, host: HostStore, space: 
         )
         assert told(space.lineage(hashes[:4])) == truth(hashes)[:4]
         client.call(Put(number, tuple(hashes[4:]), data, 0.0), Count)
-        client.call(Match(number, tuple(hashes[4:6]), 0.0, hashes[3], 5), Leased)
+        leased = [client.call(Match(number, tuple(hashes[4:6]), 0.0, hashes[3], 5), Leased)]
         assert told(space.lineage(hashes)) == [*truth(hashes)[:6], *[UNKNOWN] * 2]
         assert host.flush() == 0
         space.evict(64)
-        client.call(Load(number, tuple(hashes[6:]), 20.0, hashes[5], 7), Leased)
+        leased.append(client.call(Load(number, tuple(hashes[6:]), 20.0, hashes[5], 7), Leased))
         assert told(space.lineage(hashes[5:]))[1:] == truth(hashes)[6:]
         for wrong, setting in (
             (Reserve(number, tuple(hashes), 0.0, parents, depths[:3]), "depths"),
@@ -491,9 +497,14 @@ def test_requests_carry_what_is_known(running: Running, host: HostStore, space: 
             (Match(number, tuple(hashes), 0.0, b"short", 3), "before"),
             (Match(number, tuple(hashes), 0.0, ROOT, -1), "depth"),
             (Load(number, tuple(hashes), 0.0, ROOT, 1), "before"),
+            (Match(number, tuple(hashes), 0.0, ROOT, 2**31 - 2), "depth"),
+            (Load(number, tuple(hashes), 0.0, ROOT, 2**31 - 2), "depth"),
         ):
             with pytest.raises(ConfigError, match=f"^{setting}:"):
                 client.call(wrong)
+        for lease in leased:
+            client.call(Release(number, lease.slots, lease.generations))
+        assert space.evict(64) == 4
 
 
 @pytest.mark.parametrize("tcp", [False, True])
