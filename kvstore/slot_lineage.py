@@ -7,18 +7,19 @@ and no block is found, granted or let go of by it. Read only where a slot is res
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
 from .lineage import ChainPlace, Lineage, ShortHashes
-from .policy import Ids
 from .slot_arrays import SlotArrays
 
 __all__ = ["SlotLineage"]
 
-_Places = npt.NDArray[np.intp]
+_Places: TypeAlias = npt.NDArray[np.integer[Any]]
+"""Slots, int [n] of any kind; of intp where it is a hot path."""
 
 
 class SlotLineage:
@@ -63,20 +64,20 @@ class SlotLineage:
             if ((depths == 0) | (depths == lineage.depths)).all():
                 self.learn(slots, lineage)
 
-    def of(self, slots: Ids) -> tuple[ShortHashes, npt.NDArray[np.int32]]:
+    def of(self, slots: _Places) -> tuple[ShortHashes, npt.NDArray[np.int32]]:
         """What is known of slots: uint64 [n] of their parents' hashes, int32 [n] depths."""
         return self._parents[slots], self._depths[slots]
 
-    def hits(self, slots: Ids) -> npt.NDArray[np.uint32]:
+    def hits(self, slots: _Places) -> npt.NDArray[np.uint32]:
         """How often matches found what slots hold, uint32 [n]; counted modulo 2^32."""
         hits: npt.NDArray[np.uint32] = self._hits[slots]
         return hits
 
-    def adopt(self) -> None:
-        """What another process left cannot be wrong but in being no lineage at all."""
-        wrong = self._impossible()
-        self._depths[wrong] = 0
+    def adopt(self, slots: _Places) -> None:
+        """Forget what another process left of these slots where it can be no lineage."""
+        wrong = slots[_impossible(*self.of(slots))]
         self._parents[wrong] = 0
+        self._depths[wrong] = 0
 
     def check_integrity(self) -> None:
         """Prove that what is known of each slot can be a lineage.
@@ -86,11 +87,12 @@ class SlotLineage:
         Raises:
             IntegrityError: it cannot.
         """
-        if self._impossible().any():
+        if _impossible(self._parents, self._depths).any():
             raise IntegrityError(
                 "a host block has a depth below 0, or is the first of its chain and has a parent"
             )
 
-    def _impossible(self) -> npt.NDArray[np.bool_]:
-        wrong: npt.NDArray[np.bool_] = (self._depths < 0) | ((self._depths == 1) & (self._parents > 0))
-        return wrong
+
+def _impossible(parents: ShortHashes, depths: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    wrong: npt.NDArray[np.bool_] = (depths < 0) | ((depths == 1) & (parents > 0))
+    return wrong

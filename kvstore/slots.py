@@ -643,6 +643,7 @@ class SlotRecords:
                 raise IntegrityError("two slots hold the same block")
         if (self._pins[committed] < 0).any():
             raise IntegrityError("the pins of a block are damaged")
+        self.lineage.adopt(slots)
         self._pins[slots[state != _COMMITTED]] = 0
         self.leases[committed] = self._pins[committed]
         if not same_cold or (self.in_cold.view(np.uint8) > 1).any():
@@ -651,7 +652,6 @@ class SlotRecords:
         # Of what was used together later blocks go sooner, and these mostly lie in higher slots.
         idle = committed[self.leases[committed] == 0][::-1]
         self._policy.insert(idle[np.argsort(self._used_at[idle], kind="stable")])
-        self.lineage.adopt()
         return Adopted(
             len(committed),
             len(reserved),
