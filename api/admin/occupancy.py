@@ -31,7 +31,8 @@ _FINEST: Final = 4096
 _Doubles = npt.NDArray[np.float64]
 
 
-class SpaceTotals(NamedTuple):
+@dataclass(frozen=True)
+class SpaceTotals:
     """How many slots of a space are what, and how many committed ones have no copy in the cold tier."""
 
     free: int
@@ -40,6 +41,11 @@ class SpaceTotals(NamedTuple):
     pinned: int
     idle: int
     dirty: int
+
+    @property
+    def held(self) -> int:
+        """Slots with a block in them, or one on its way."""
+        return self.reserved + self.leased + self.pinned + self.idle
 
 
 class FreeRuns(NamedTuple):
