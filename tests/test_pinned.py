@@ -326,7 +326,7 @@ class TestWantOfMemory:
             have(600)
             assert arena.take_extent(timeout=20) == 0
             assert arena.wait_ready(timeout=20)
-            assert arena.shortage is None
+            assert not arena.shortage
         assert [record.message for record in caplog.records] == [str(raised.value)]
 
     @pytest.mark.parametrize(
