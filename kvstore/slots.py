@@ -13,7 +13,7 @@ Where the records lie in a mapping that outlives the process (`SlotArrays.record
 order in which a process may be killed between any two writes, and the next one (`adopt`) knows what was
 meant:
 
-- a grant writes hash, CRC, state, and the generation last: before that the CRC fits no record;
+- a grant writes lineage, hash, CRC, state, and the generation last: before that the CRC fits no record;
 - every other change writes the CRC first and the state last, which is one byte.
 
 A slot whose record fits nothing that a killed process leaves is *damaged*: neither found nor granted, until
@@ -32,8 +32,10 @@ from ..tiers.arena import SlotAllocator
 from ..tiers.errors import ConfigError, IntegrityError
 from .handles import Generations, ReserveStatus, all_different, first_generations
 from .hashing import HASH_BYTES, leading
+from .lineage import Lineage
 from .policy import EvictionPolicy, Ids
 from .slot_arrays import SlotArrays, SlotState
+from .slot_lineage import SlotLineage
 from .slot_looks import SlotLooks
 
 __all__ = ["Adopted", "Evicted", "OldExtent", "Purged", "SlotRecords"]
@@ -108,6 +110,7 @@ class SlotRecords:
         leases: int32 [capacity], pins included.
         in_cold: bool [capacity], whether the cold tier has a copy.
         looks: what is found out about slots without the lock.
+        lineage: the chains that blocks are of, and how often each was found.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class SlotRecords:
         self.generations = arrays.generations
         self.leases = np.zeros(capacity, dtype=np.int32)
         self.in_cold = arrays.in_cold
+        self.lineage = SlotLineage(arrays)
         self._arrays = arrays
         self._state = arrays.state
         self._pins = arrays.pins
@@ -231,6 +235,16 @@ class SlotRecords:
         """The hashes of reserved or committed slots."""
         names: list[bytes] = self._hashes[slots].tolist()
         return names
+
+    def hashes_of(self, slots: Ids) -> npt.NDArray[np.void]:
+        """The same as an array, V16 [n]."""
+        hashes: npt.NDArray[np.void] = self._hashes[slots]
+        return hashes
+
+    @property
+    def committed_slots(self) -> Ids:
+        """The slots that hold a committed block, ascending."""
+        return np.flatnonzero(self._state == _COMMITTED).astype(np.int32)
 
     # Leases
 
@@ -342,13 +356,14 @@ class SlotRecords:
         """Slots that were taken and not reserved."""
         self._free.free(slots)
 
-    def reserve(self, slots: Ids, names: list[bytes]) -> None:
-        """Slots that were taken are granted for blocks of these names."""
+    def reserve(self, slots: Ids, names: list[bytes], lineage: Lineage | None = None) -> None:
+        """Slots that were taken are granted for blocks of these names, and of this lineage if it is known."""
         if not names:
             return
         hashes = np.frombuffer(b"".join(names), dtype=_NAME)
         at = slots.astype(np.intp)
         generations = self.generations[at] + 1
+        self.lineage.grant(at, lineage)
         self._hashes[at] = hashes
         self._seal(slots, hashes, generations, _RESERVED)
         self._state[at] = _RESERVED
@@ -670,6 +685,7 @@ class SlotRecords:
                 raise IntegrityError("two slots hold the same block")
         if (self._pins[committed] < 0).any():
             raise IntegrityError("the pins of a block are damaged")
+        self.lineage.adopt(slots)
         self._pins[slots[state != _COMMITTED]] = 0
         self.leases[committed] = self._pins[committed]
         if not same_cold or (self.in_cold.view(np.uint8) > 1).any():
@@ -771,6 +787,7 @@ class SlotRecords:
             for name, slot in book.items():
                 if self._hashes[slot].tolist() != name:
                     raise IntegrityError(f"host slot {slot} has another hash than the index says")
+        self.lineage.check_integrity()
         if self._num_cleaning != np.count_nonzero(self._cleaning):
             raise IntegrityError(f"{self._num_cleaning} host blocks are counted as being copied below")
         if (self.leases < 0).any() or (self._pins + self._timed > self.leases).any():

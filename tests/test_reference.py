@@ -76,6 +76,7 @@ def test_the_sizes_of_blocks_that_a_pool_takes_are_those_of_its_extents() -> Non
         (AsyncConnection, ("find_space", "disconnect", "drain", "attach_cold", "detach_cold", "status")),
         (HostSpace, ("load", "start_load", "put", "get", "reserve", "addresses", "view")),
         (HostSpace, ("pin", "unpin", "evict", "demote", "hint", "purge")),
+        (HostSpace, ("lineage", "chain_of", "hits")),
         (TieredStore, ("open", "reserve", "advance", "append", "close_row", "poll", "fork", "sleep", "wake")),
         (TieredStore, ("promote", "spill", "evict", "sharing", "flush", "close", "check_integrity")),
     ],
