@@ -536,8 +536,9 @@ class HostSpace(SlotSpace):
         batch = list(hashes[: max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)])
         with shared.lock():
             # Not further than to what is resident: it may have to make room for what comes first.
-            index = self._records.index
-            batch = batch[: next((at for at, name in enumerate(batch) if name in index), None)]
+            _, found = self._records.index.find(batch)
+            if found.any():
+                batch = batch[: int(found.argmax())]
             batch = list(self._purges.may_load(batch))
         # No room, by the quota or not, is a miss.
         with self._reserve(batch, deadline)[0] as reservation:
