@@ -19,6 +19,7 @@ from .. import __version__
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
 from ..kvstore.hashing import space_id
 from ..kvstore.host import HostStore
+from ..kvstore.lineage import ChainPlace, Lineage, expect_lineage, expect_place
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
 from ..kvstore.tenants import check_tenant
@@ -297,23 +298,24 @@ class Answers:
 
     def _match(self, asked: Match) -> Message | Job:
         space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
-        hashes = asked.hashes
+        hashes, start = asked.hashes, _start(asked)
         asks_cold = wait > 0 and self._host.cold is not None
         if not asks_cold and len(hashes) <= _QUICK_BLOCKS:
-            return self._leased(space.match_named(hashes))
+            return self._leased(space.match_named(hashes, None, start))
         return Job(
             asks_cold,
-            lambda: space.match_named(hashes, wait if asks_cold else None),
+            lambda: space.match_named(hashes, wait if asks_cold else None, start),
             self._leased,
             Lease.release,
         )
 
     def _load(self, asked: Load) -> Message | Job:
         space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        start = _start(asked)
         self._refuse_if_draining()
 
         def work() -> tuple[Lease, int]:
-            load = space.start_load(asked.hashes)
+            load = space.start_load(asked.hashes, start=start)
             try:
                 load.wait(wait)
                 return space.lease_resident(asked.hashes), load.loaded
@@ -360,14 +362,19 @@ class Answers:
 
     def _reserve(self, asked: Reserve) -> Message | Job:
         space, wait = self._space(asked.space), _seconds("wait", asked.wait)
+        lineage = _lineage(asked)
         self._refuse_if_draining()
         if len(asked.hashes) <= _QUICK_BLOCKS:
             # Mostly there is room, and no thread is needed.
-            done = space.reserve_at_once(asked.hashes) if wait else space.reserve(asked.hashes)
+            reserve = space.reserve_at_once if wait else space.reserve
+            done = reserve(asked.hashes, lineage=lineage)
             if done is not None:
                 return self._reserved(done)
         return Job(
-            wait > 0, lambda: space.reserve(asked.hashes, wait=wait), self._reserved, Reservation.abort
+            wait > 0,
+            lambda: space.reserve(asked.hashes, wait=wait, lineage=lineage),
+            self._reserved,
+            Reservation.abort,
         )
 
     def _reserved(self, reservation: Reservation) -> Message:
@@ -512,6 +519,7 @@ class Answers:
             raise LayoutError(
                 f"{len(hashes)} blocks of {size} bytes were to come, and {len(asked.data)} bytes came"
             )
+        lineage = expect_lineage(_lineage(asked), len(hashes))
         blocks = np.frombuffer(asked.data, dtype=np.uint8).reshape(len(hashes), size)
         at, slots, generations = space.reserved(hashes) if self._group.reserved else _nothing_reserved()
         if self._service.draining and len(at) < len(hashes):
@@ -519,19 +527,23 @@ class Answers:
         if len(at):
             good = self._group.take_reservations(space, self._client, slots, generations)
             at, slots, generations = at[good], slots[good], generations[good]
+        if lineage is not None and len(at):
+            space.learn(slots, lineage.take(at))
         status = np.full(len(at), _NEW, dtype=np.uint8)
         mine = Reservation(space, [hashes[one] for one in at.tolist()], status, slots, generations)
 
         def work() -> int:
             if not len(at):
-                return space.put(hashes, blocks, wait=wait)
+                return space.put(hashes, blocks, wait=wait, lineage=lineage)
             rest = np.setdiff1d(np.arange(len(hashes)), at)
             with mine:
                 space.write_blocks(mine, blocks if not len(rest) else blocks[at])
                 mine.commit()
             if not len(rest):
                 return len(at)
-            return len(at) + space.put([hashes[one] for one in rest.tolist()], blocks[rest], wait=wait)
+            of_rest = None if lineage is None else lineage.take(rest)
+            others = [hashes[one] for one in rest.tolist()]
+            return len(at) + space.put(others, blocks[rest], wait=wait, lineage=of_rest)
 
         if wait or len(asked.data) > _QUICK_BYTES or len(hashes) > _QUICK_BLOCKS:
             return Job(wait > 0, work, Count, instead=mine.abort if len(at) else None)
@@ -603,6 +615,18 @@ class Answers:
 
 def _nothing_reserved() -> tuple[npt.NDArray[np.int64], Ids, Generations]:
     return np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int64)
+
+
+def _start(asked: Match | Load) -> ChainPlace | None:
+    """Where in their chain the hashes begin; None where the client does not say."""
+    if not asked.depth:
+        return None
+    return expect_place(ChainPlace(asked.before, asked.depth), len(asked.hashes))
+
+
+def _lineage(asked: Reserve | Put) -> Lineage | None:
+    """What the client knows of the blocks' chains; None where it does not say."""
+    return Lineage(asked.parents, asked.depths) if asked.parents or len(asked.depths) else None
 
 
 def _counted(blocks: int, work: Callable[[], int]) -> Message | Job:

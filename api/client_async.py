@@ -18,6 +18,7 @@ from ..kvstore.control import EngineReport
 from ..kvstore.events import EventStream, Listener
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
+from ..kvstore.lineage import CHAIN_START, ChainPlace, Lineage
 from ..kvstore.policy import Ids
 from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotPlaces
@@ -538,28 +539,40 @@ class AsyncSpace(SlotPlaces):
         tokens: Tokens | None = None,
         chain: bytes | None = None,
         cold_deadline: float | None = None,
+        start: ChainPlace | None = CHAIN_START,
     ) -> Lease:
         """See `HostSpace.match`."""
         names = self._asks.hashes(hashes, tokens, chain)
-        return await self._connection.ask(self._asks.match(names, cold_deadline))
+        return await self._connection.ask(self._asks.match(names, cold_deadline, start))
 
-    async def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
+    async def load(
+        self, hashes: Sequence[bytes], deadline: float, *, start: ChainPlace | None = CHAIN_START
+    ) -> Lease:
         """See `HostSpace.load`."""
-        return await self._connection.ask(self._asks.load(hashes, deadline))
+        return await self._connection.ask(self._asks.load(hashes, deadline, start))
 
     async def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """See `HostSpace.lease`."""
         return await self._connection.ask(self._asks.lease(slots, generations))
 
-    async def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+    async def reserve(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> Reservation:
         """See `HostSpace.reserve`."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        return await self._connection.ask(self._asks.reserve(hashes, expect_seconds("wait", wait)))
+        return await self._connection.ask(self._asks.reserve(hashes, expect_seconds("wait", wait), lineage))
 
-    async def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+    async def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: npt.NDArray[np.uint8],
+        *,
+        wait: float = 0.0,
+        lineage: Lineage | None = None,
+    ) -> int:
         """See `HostSpace.put`."""
         self.check_blocks(blocks, len(expect_byte_strings("hashes", hashes, HASH_BYTES)))
-        with await self.reserve(hashes, wait=wait) as reservation:
+        with await self.reserve(hashes, wait=wait, lineage=lineage) as reservation:
             kept = self.write_blocks(reservation, blocks)
             reservation.commit()
         await self.committed()
@@ -568,7 +581,7 @@ class AsyncSpace(SlotPlaces):
     async def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
         """See `HostSpace.get`."""
         self.check_out(out, len(expect_byte_strings("hashes", hashes, HASH_BYTES)))
-        with await self.match(hashes) as lease:
+        with await self.match(hashes, start=None) as lease:
             return self.read_blocks(lease, out)
 
     async def pin(self, hashes: Sequence[bytes], *, ttl: float | None = None) -> int:
@@ -685,26 +698,38 @@ class AsyncInlineSpace(AsyncSpace):
         tokens: Tokens | None = None,
         chain: bytes | None = None,
         cold_deadline: float | None = None,
+        start: ChainPlace | None = CHAIN_START,
     ) -> CopiedLease:
         """See `InlineSpace.match`."""
         names = self._asks.hashes(hashes, tokens, chain)
-        return await self._drive(self._inline.match(names, cold_deadline))
+        return await self._drive(self._inline.match(names, cold_deadline, start))
 
-    async def load(self, hashes: Sequence[bytes], deadline: float) -> CopiedLease:
+    async def load(
+        self, hashes: Sequence[bytes], deadline: float, *, start: ChainPlace | None = CHAIN_START
+    ) -> CopiedLease:
         """See `InlineSpace.load`."""
-        return await self._drive(self._inline.load(hashes, deadline))
+        return await self._drive(self._inline.load(hashes, deadline, start))
 
-    async def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> BufferedReservation:
+    async def reserve(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> BufferedReservation:
         """See `InlineSpace.reserve_named`."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        return await self._drive(self._inline.reserve(hashes, expect_seconds("wait", wait)))
+        return await self._drive(self._inline.reserve(hashes, expect_seconds("wait", wait), lineage))
 
-    async def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+    async def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: npt.NDArray[np.uint8],
+        *,
+        wait: float = 0.0,
+        lineage: Lineage | None = None,
+    ) -> int:
         """See `InlineSpace.put`."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         wait = expect_seconds("wait", wait)
         self.check_blocks(blocks, len(hashes))
-        return await self._drive(self._inline.store(hashes, blocks, wait, self._start))
+        return await self._drive(self._inline.store(hashes, blocks, wait, lineage, self._start))
 
     async def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
         """See `InlineSpace.get`."""

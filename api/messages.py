@@ -9,7 +9,7 @@ it, and none is taken away or changed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Final, TypeAlias, TypeVar, get_type_hints
 
 import numpy as np
@@ -165,6 +165,10 @@ _CODECS: Final[dict[Any, _Codec]] = {
 }
 
 
+def _nothing() -> Ids:
+    return np.empty(0, dtype=np.int32)
+
+
 def _codec_of(hint: Any) -> _Codec:
     return _CODECS[hint]
 
@@ -191,11 +195,15 @@ def _message(tag: int) -> Callable[[_M], _M]:
             raise TypeError(f"tag {tag} is {_messages[tag].__name__}'s")
         kind.TAG = tag
         hints = get_type_hints(kind)
-        codecs = [_codec_of(hints[field.name]) for field in fields(kind)]  # type: ignore[arg-type]
+        codecs = [_codec_of(hints[one.name]) for one in fields(kind)]  # type: ignore[arg-type]
         _packs[kind] = tuple(codec.pack for codec in codecs)
         _unpacks[kind] = tuple(codec.unpack for codec in codecs)
-        given = [field for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]
-        _least[kind] = len(given)
+        needed = [
+            one
+            for one in fields(kind)  # type: ignore[arg-type]
+            if one.default is MISSING and one.default_factory is MISSING
+        ]
+        _least[kind] = len(needed)
         _messages[tag] = kind
         return kind
 
@@ -312,11 +320,15 @@ class Match(Message):
 
     Args:
         deadline: seconds that the cold tier may be asked for; 0: not at all.
+        before: hash of the block before the first one in its chain; zeros: none, or not known.
+        depth: 1-based index of the first one in its chain, which the others follow; 0: not known.
     """
 
     space: int
     hashes: Hashes
     deadline: float
+    before: bytes = bytes(HASH_BYTES)
+    depth: int = 0
 
 
 @_message(13)
@@ -341,11 +353,14 @@ class Load(Message):
 
     Args:
         deadline: seconds; what has not come by then is not leased.
+        before, depth: as of `Match`.
     """
 
     space: int
     hashes: Hashes
     deadline: float
+    before: bytes = bytes(HASH_BYTES)
+    depth: int = 0
 
 
 @_message(15)
@@ -383,11 +398,15 @@ class Reserve(Message):
 
     Args:
         wait: seconds to wait for room.
+        parents: for each hash that of the block before it in its chain; zeros: none, or not known.
+        depths: for each its 1-based index in its chain; 0: not known. Both empty: nothing is known.
     """
 
     space: int
     hashes: Hashes
     wait: float
+    parents: Hashes = ()
+    depths: Ids = field(default_factory=_nothing)
 
 
 @_message(19)
@@ -485,12 +504,19 @@ class Note(Message):
 @_message(28)
 @dataclass(frozen=True)
 class Put(Message):
-    """Store blocks whose bytes come with the frame, one after the other; answered by how many were stored."""
+    """Store blocks whose bytes come with the frame, one after the other; answered by how many were stored.
+
+    Args:
+        wait: seconds to wait for room.
+        parents, depths: as of `Reserve`.
+    """
 
     space: int
     hashes: Hashes
     data: bytes
     wait: float
+    parents: Hashes = ()
+    depths: Ids = field(default_factory=_nothing)
 
 
 @_message(29)

@@ -13,7 +13,7 @@ Where the records lie in a mapping that outlives the process (`SlotArrays.record
 order in which a process may be killed between any two writes, and the next one (`adopt`) knows what was
 meant:
 
-- a grant writes hash, CRC, state, and the generation last: before that the CRC fits no record;
+- a grant writes lineage, hash, CRC, state, and the generation last: before that the CRC fits no record;
 - every other change writes the CRC first and the state last, which is one byte.
 
 A slot whose record fits nothing that a killed process leaves is *damaged*: neither found nor granted, until
@@ -32,10 +32,12 @@ import numpy.typing as npt
 from ..tiers.arena import SlotAllocator
 from ..tiers.errors import ConfigError, IntegrityError
 from .handles import Generations, ReserveStatus, all_different, first_generations
+from .lineage import Lineage
 from .name_index import NameIndex, Names, name_array
 from .policy import EvictionPolicy, Ids
 from .slot_arrays import SlotArrays
 from .slot_crc import Crcs, SlotCrc
+from .slot_lineage import SlotLineage
 
 __all__ = ["Adopted", "Evicted", "OldExtent", "Purged", "SlotRecords"]
 
@@ -113,6 +115,7 @@ class SlotRecords:
         generations: int64 [capacity], raised with every grant.
         leases: int32 [capacity], pins included.
         in_cold: bool [capacity], whether the cold tier has a copy.
+        lineage: the chains that blocks are of, and how often each was found.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class SlotRecords:
         self.generations = arrays.generations
         self.leases = np.zeros(capacity, dtype=np.int32)
         self.in_cold = arrays.in_cold
+        self.lineage = SlotLineage(arrays)
         self._arrays = arrays
         self._state = arrays.state
         self._pins = arrays.pins
@@ -224,6 +228,16 @@ class SlotRecords:
         """The hashes of reserved or committed slots."""
         names: list[bytes] = self._hashes[slots].tolist()
         return names
+
+    def hashes_of(self, slots: Ids) -> npt.NDArray[np.void]:
+        """The same as an array, V16 [n]."""
+        hashes: npt.NDArray[np.void] = self._hashes[slots]
+        return hashes
+
+    @property
+    def committed_slots(self) -> Ids:
+        """The slots that hold a committed block, ascending."""
+        return np.flatnonzero(self._state == _COMMITTED).astype(np.int32)
 
     # Leases
 
@@ -336,13 +350,14 @@ class SlotRecords:
         """Slots that were taken and not reserved."""
         self._free.free(slots)
 
-    def reserve(self, slots: Ids, names: list[bytes]) -> None:
-        """Slots that were taken are granted for blocks of these names."""
+    def reserve(self, slots: Ids, names: list[bytes], lineage: Lineage | None = None) -> None:
+        """Slots that were taken are granted for blocks of these names, and of this lineage if it is known."""
         if not names:
             return
         hashes = name_array(names)
         at = slots.astype(np.intp)
         generations = self.generations[at] + 1
+        self.lineage.grant(at, lineage)
         self._hashes[at] = hashes
         self._seal(slots, hashes, generations, _RESERVED)
         self._state[at] = _RESERVED
@@ -441,7 +456,7 @@ class SlotRecords:
             hashes: of blocks that are to go; None: all there are.
         """
         if hashes is None:
-            committed = np.flatnonzero(self._state == _COMMITTED).astype(np.int32)
+            committed = self.committed_slots
             pending = list(self.pending)
         else:
             hashes = list(dict.fromkeys(hashes))
@@ -667,6 +682,7 @@ class SlotRecords:
         pins = self._pins[committed]
         if (pins < 0).any():
             raise IntegrityError("the pins of a block are damaged")
+        self.lineage.adopt(slots)
         pinned = pins > 0
         self.leases[committed[pinned]] = pins[pinned]
         others = slots[state != _COMMITTED]
@@ -789,6 +805,7 @@ class SlotRecords:
                 raise IntegrityError(f"{len(named)} host blocks are named, {len(slots)} slots hold one")
         if self.names(pending) != list(self.pending):
             raise IntegrityError("a reserved host slot has another hash than it was granted for")
+        self.lineage.check_integrity()
         if self._num_cleaning != np.count_nonzero(self._cleaning):
             raise IntegrityError(f"{self._num_cleaning} host blocks are counted as being copied below")
         if (self.leases < 0).any() or (self._pins + self._timed > self.leases).any():

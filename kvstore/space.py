@@ -32,6 +32,17 @@ from ..tiers.settings import (
 from .events import EventKind
 from .handles import Generations, Lease, Reservation, ReserveStatus
 from .hashing import HASH_BYTES, Tokens, hash_blocks, notes_id, space_id
+from .lineage import (
+    CHAIN_START,
+    NO_PARENT,
+    Ancestors,
+    ChainPlace,
+    Lineage,
+    expect_lineage,
+    expect_place,
+    short_hashes,
+    shortened,
+)
 from .loading import ColdLoad
 from .policy import Ids
 from .purging import HeldSlots, PurgeReport, SpacePurges
@@ -143,6 +154,7 @@ class HostSpace(SlotSpace):
         tokens: Tokens | None = None,
         chain: bytes | None = None,
         cold_deadline: float | None = None,
+        start: ChainPlace | None = CHAIN_START,
     ) -> Lease:
         """Lease the leading blocks that are resident.
 
@@ -152,6 +164,8 @@ class HostSpace(SlotSpace):
             chain: the root of their chain (`ChainIdentity.root`).
             cold_deadline: seconds to spend on asking how many of the following blocks the cold tier
                 seems to have; None asks nothing.
+            start: where in their chain the hashes begin, which `lineage` tells of from then on; None: that is
+                not known, or they do not follow each other.
 
         Raises:
             ConfigError: neither hashes, nor tokens and chain, or both.
@@ -164,17 +178,25 @@ class HostSpace(SlotSpace):
             hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         if cold_deadline is not None:
             cold_deadline = expect_seconds("cold_deadline", cold_deadline)
-        return self.match_named(hashes, cold_deadline)
+        return self.match_named(hashes, cold_deadline, expect_place(start, len(hashes)))
 
-    def match_named(self, hashes: Sequence[bytes], cold_deadline: float | None = None) -> Lease:
+    def match_named(
+        self,
+        hashes: Sequence[bytes],
+        cold_deadline: float | None = None,
+        start: ChainPlace | None = CHAIN_START,
+    ) -> Lease:
         """`match` that trusts its arguments: for names that were looked at already."""
         shared = self._shared
         with shared.lock():
-            lease = self._lease_leading(hashes)
-            shared.stats.matched += len(lease)
-            shared.stats.missed += len(hashes) - len(lease)
-            self._tenant.stats.matched += len(lease)
-            self._tenant.stats.missed += len(hashes) - len(lease)
+            lease, at = self._lease_leading(hashes)
+            found = len(at)
+            if found:
+                self._records.lineage.found(at, hashes, start)
+            shared.stats.matched += found
+            shared.stats.missed += len(hashes) - found
+            self._tenant.stats.matched += found
+            self._tenant.stats.missed += len(hashes) - found
         cold = shared.cold
         if cold_deadline is not None and cold is not None and len(lease) < len(hashes):
             lease.cold = self.count_in_cold(cold, hashes[len(lease) :], cold_deadline)
@@ -184,7 +206,7 @@ class HostSpace(SlotSpace):
         """`match` that does not count hits and misses."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         with self._shared.lock():
-            return self._lease_leading(hashes)
+            return self._lease_leading(hashes)[0]
 
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once.
@@ -220,32 +242,99 @@ class HostSpace(SlotSpace):
             self._shared.check_open()
             self._drop_leases(slots)
 
+    # Chains
+
+    def lineage(self, hashes: Sequence[bytes]) -> Lineage:
+        """What is known of the chains that these blocks are of; nothing of those that are not resident.
+
+        A parent is told by its hash if it is resident, or among `hashes`.
+        """
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        records = self._records
+        names = dict(zip(shortened(hashes).tolist(), hashes, strict=True))
+        resident = None
+        with self._shared.lock():
+            self._shared.check_open()
+            there, slots = self._resident_of(hashes)
+            short, known = records.lineage.of(slots)
+            if not names.keys() >= set(short.tolist()) - {0}:
+                resident = records.hashes_of(records.committed_slots)
+        if resident is not None:
+            resident = resident[np.isin(short_hashes(resident), short)]
+            names |= zip(short_hashes(resident).tolist(), resident.tolist(), strict=True)
+        names[0] = NO_PARENT
+        parents = [NO_PARENT] * len(hashes)
+        for at, parent in zip(there.tolist(), short.tolist(), strict=True):
+            parents[at] = names.get(parent, NO_PARENT)
+        depths = np.zeros(len(hashes), dtype=np.int32)
+        depths[there] = known
+        return Lineage(parents, depths)
+
+    def chain_of(self, name: bytes) -> list[bytes]:
+        """The blocks from the first of a chain to the one of this hash, as far back as they are resident.
+
+        None where that one is not. All blocks are looked at, most of the time without the lock.
+        """
+        expect_bytes("name", name, HASH_BYTES)
+        records = self._records
+        with self._shared.lock():
+            self._shared.check_open()
+            _, slots = self._resident_of([name])
+            resident = records.committed_slots
+            ancestors = Ancestors(records.hashes_of(resident), *records.lineage.of(resident))
+        return ancestors.chain(int(np.searchsorted(resident, slots[0]))) if len(slots) else []
+
+    def hits(self, hashes: Sequence[bytes]) -> npt.NDArray[np.uint32]:
+        """How often matches found these blocks since they came, uint32 [n]; 0 for those that are not here."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        hits = np.zeros(len(hashes), dtype=np.uint32)
+        with self._shared.lock():
+            self._shared.check_open()
+            there, slots = self._resident_of(hashes)
+            hits[there] = self._records.lineage.hits(slots)
+        return hits
+
+    def learn(self, slots: Ids, lineage: Lineage) -> None:
+        """What these slots hold is of this lineage, as far as no other is known of it.
+
+        Trusts its arguments: for whoever has the slots leased or reserved.
+        """
+        with self._shared.lock():
+            self._shared.check_open()
+            self._records.lineage.learn(slots.astype(np.intp), lineage)
+
     # Writing blocks
 
-    def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+    def reserve(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> Reservation:
         """Slots to write blocks into.
 
         Args:
             hashes: the blocks' names; a name twice is PENDING the second time.
             wait: seconds to wait for room that the background writer is making, here or in a space that is to
                 give some.
+            lineage: what is known of the chains that the blocks are of, for operators and policies.
 
         Raises:
-            ConfigError: a hash is not 16 bytes.
+            ConfigError: a hash is not 16 bytes, or `lineage` of other blocks.
             QuotaError: there are blocks to write and the tenant's quota has room for none of them: what it
                 has is leased, pinned or being written.
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        return self._unless_over_quota(*self._reserve(hashes, expect_seconds("wait", wait)))
+        lineage = expect_lineage(lineage, len(hashes))
+        return self._unless_over_quota(*self._reserve(hashes, expect_seconds("wait", wait), lineage))
 
-    def reserve_at_once(self, hashes: Sequence[bytes]) -> Reservation | None:
+    def reserve_at_once(
+        self, hashes: Sequence[bytes], *, lineage: Lineage | None = None
+    ) -> Reservation | None:
         """`reserve` with time to wait, where none is needed; None, and nothing is granted, where it is.
 
         Raises:
             QuotaError: as of `reserve`.
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        done = self._grant(hashes, 0.0, at_once=True)
+        done = self._grant(hashes, 0.0, expect_lineage(lineage, len(hashes)), at_once=True)
         return None if done is None else self._unless_over_quota(*done)
 
     def _unless_over_quota(self, reservation: Reservation, over_quota: bool) -> Reservation:
@@ -256,22 +345,26 @@ class HostSpace(SlotSpace):
             )
         return reservation
 
-    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+    def reserve_named(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> Reservation:
         """`reserve` that trusts its arguments: for names made by `kvstore.hashing`, in an engine's step.
 
         Where the tenant's quota has no room, blocks are denied, as they are for want of memory.
         """
-        return self._reserve(hashes, wait)[0]
+        return self._reserve(hashes, wait, lineage)[0]
 
-    def _reserve(self, hashes: Sequence[bytes], wait: float) -> tuple[Reservation, bool]:
+    def _reserve(
+        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None
+    ) -> tuple[Reservation, bool]:
         """Slots to write blocks into, and whether the tenant's quota was why there were not enough."""
-        done = self._grant(hashes, wait)
+        done = self._grant(hashes, wait, lineage)
         if done is None:
             raise TypeError("only what is to be granted at once or not at all may be nothing")
         return done
 
     def _grant(
-        self, hashes: Sequence[bytes], wait: float, *, at_once: bool = False
+        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None, *, at_once: bool = False
     ) -> tuple[Reservation, bool] | None:
         """See `_reserve`; `at_once`: None, rather than to wait where that may help."""
         end = time.monotonic() + wait
@@ -305,7 +398,11 @@ class HostSpace(SlotSpace):
             chosen = wanted[: len(granted)]
             status[chosen] = _NEW
             slots[chosen] = granted
-            records.reserve(granted, [hashes[at] for at in chosen.tolist()])
+            of_chosen = None if lineage is None else lineage.take(chosen)
+            records.reserve(granted, [hashes[at] for at in chosen.tolist()], of_chosen)
+            if present is not None and lineage is not None:
+                known = np.flatnonzero(status == _PRESENT)
+                records.lineage.learn(slots[known].astype(np.intp), lineage.take(known))
             shared.stats.denied += short
             over_quota = short > 0 and self._room.over_quota
             self._tenant.stats.denied += short
@@ -439,7 +536,7 @@ class HostSpace(SlotSpace):
                 count = self._records.demote(hashes)
                 shared.stats.hinted_unwanted += count
                 return count
-        load = ColdLoad(self, hashes)
+        load = ColdLoad(self, hashes, None)
         resident = len(hashes) - len(load.missing)
         with shared.lock():
             shared.check_open()
@@ -491,23 +588,33 @@ class HostSpace(SlotSpace):
 
     # From the cold tier
 
-    def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
+    def load(
+        self, hashes: Sequence[bytes], deadline: float, *, start: ChainPlace | None = CHAIN_START
+    ) -> Lease:
         """Bring blocks up from the cold tier and lease the leading ones that are resident then.
 
         What has not arrived after `deadline` seconds goes on loading and serves the next request.
+
+        Args:
+            start: where in their chain the hashes begin, as of `match`.
         """
         deadline = expect_seconds("deadline", deadline)
-        load = self.start_load(hashes)
+        load = self.start_load(hashes, start=start)
         try:
             load.wait(deadline)
             return self.lease_resident(hashes)
         finally:
             load.release()
 
-    def start_load(self, hashes: Sequence[bytes]) -> ColdLoad:
-        """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
+    def start_load(self, hashes: Sequence[bytes], *, start: ChainPlace | None = CHAIN_START) -> ColdLoad:
+        """Start bringing up from the cold tier what it has of the leading blocks; returns at once.
+
+        Args:
+            start: where in their chain the hashes begin, as of `match`.
+        """
         shared = self._shared
-        load = ColdLoad(self, expect_byte_strings("hashes", hashes, HASH_BYTES))
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        load = ColdLoad(self, hashes, expect_place(start, len(hashes)))
         with shared.lock():
             shared.check_open()
             if load.missing and shared.cold is not None:
@@ -523,11 +630,14 @@ class HostSpace(SlotSpace):
         there = cold.contains(self.id, hashes, deadline)
         return len(there) if there.all() else int(there.argmin())
 
-    def read_from_cold(self, cold: ColdTier, hashes: Sequence[bytes], deadline: float) -> tuple[int, int]:
+    def read_from_cold(
+        self, cold: ColdTier, hashes: Sequence[bytes], deadline: float, start: ChainPlace | None
+    ) -> tuple[int, int]:
         """Read one batch of leading blocks, those that are not resident nor being written.
 
         Args:
             deadline: seconds to wait for room, and for the cold tier.
+            start: where in its chain the first one is, which the others follow; None: that is not known.
 
         Returns:
             how many leading blocks that was about, and how many of them arrived.
@@ -541,7 +651,8 @@ class HostSpace(SlotSpace):
                 batch = batch[: int(found.argmax())]
             batch = list(self._purges.may_load(batch))
         # No room, by the quota or not, is a miss.
-        with self._reserve(batch, deadline)[0] as reservation:
+        lineage = None if start is None else Lineage.of_chain(batch, start)
+        with self._reserve(batch, deadline, lineage)[0] as reservation:
             new = reservation.new
             names = [batch[at] for at in new.tolist()]
             views = [self.view(slot) for slot in reservation.slots[new].tolist()]
@@ -730,11 +841,19 @@ class HostSpace(SlotSpace):
 
     # Inside: all of it is called with the lock held.
 
-    def _lease_leading(self, hashes: Sequence[bytes]) -> Lease:
+    def _resident_of(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], Ids]:
+        """Which of these are resident: int64 [n] positions, and their slots."""
+        slots, found = self._records.index.find(hashes)
+        there = np.flatnonzero(found)
+        return there, slots[there]
+
+    def _lease_leading(self, hashes: Sequence[bytes]) -> tuple[Lease, npt.NDArray[np.intp]]:
+        """A lease of the leading resident blocks, and its slots as indices, which are made once."""
         self._shared.check_open()
         slots = self._records.resident(hashes)
         self._records.take_leases(slots)
-        return Lease(self, slots, self._records.generations[slots.astype(np.intp)])
+        at = slots.astype(np.intp)
+        return Lease(self, slots, self._records.generations[at]), at
 
     def _drop_leases(self, slots: Ids) -> None:
         if self._records.drop_leases(slots, self._shared.tick()):

@@ -73,6 +73,7 @@ def test_the_sizes_of_blocks_that_a_pool_takes_are_those_of_its_extents() -> Non
         (HostStore, ("space", "match", "flush", "subscribe", "close", "check_integrity")),
         (HostSpace, ("load", "start_load", "put", "get", "reserve", "addresses", "view")),
         (HostSpace, ("pin", "unpin", "evict", "hint", "purge")),
+        (HostSpace, ("lineage", "chain_of", "hits")),
         (TieredStore, ("open", "reserve", "advance", "append", "close_row", "poll", "fork", "sleep", "wake")),
         (TieredStore, ("promote", "spill", "evict", "sharing", "flush", "close", "check_integrity")),
     ],

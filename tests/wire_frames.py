@@ -59,6 +59,7 @@ def frames() -> dict[str, Frame]:
     slots = np.array([0, 7, 2**31 - 1], np.int32)
     generations = np.array([1, 2, 2**63 - 1], np.int64)
     hashes = (_hash(0), _hash(100))
+    parents, depths = (bytes(16), _hash(0)), np.array([1, 2], np.int32)
     layout = (32, 8, 128, 16, "float16", "swizzled", 2, 0, 0)
     m = messages
     made: dict[str, Frame] = {
@@ -104,6 +105,10 @@ def frames() -> dict[str, Frame]:
         "command": Request(27, m.Command("promote", "chat 1", hashes, 5.0)),
         "command given": Notice(m.CommandGiven(3, "promote", "chat 1", hashes, 5.0)),
         "command done": Request(28, m.CommandDone(3, 2, "")),
+        "match the middle of a chain": Request(30, m.Match(0, hashes, 0.0, _hash(200), 7)),
+        "load the middle of a chain": Request(31, m.Load(0, hashes, 0.25, _hash(200), 7)),
+        "reserve blocks of a chain": Request(32, m.Reserve(0, hashes, 0.0, parents, depths)),
+        "put blocks of a chain": Request(33, m.Put(0, hashes, bytes(range(64)), 0.0, parents, depths)),
         "may have room": Request(29, m.MayHaveRoom(0, 3)),
         "purge": Request(21, m.Purge(0, hashes, b"name", 30.0)),
         "purge tenant": Request(22, m.PurgeTenant("tenant é", 30.0)),

@@ -43,7 +43,7 @@ __all__ = [
 
 _PAGE: Final = mmap.PAGESIZE
 _MAGIC: Final = b"kvpager records\n"
-_VERSION: Final = 1
+_VERSION: Final = 2
 """Another one for every change of what is written, in here or by whoever adds sections."""
 _HEADER: Final = struct.Struct("<16sIIQQQQ16sQ16s")
 """Magic, version, CRC with zeros here, device, inode, bytes of arena and extent, boot, namespace, cold."""
