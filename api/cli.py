@@ -19,7 +19,7 @@ from .option_words import error_in_options
 
 __all__ = ["main"]
 
-_COMMANDS: Final = ("demo", "serve", "doctor")
+_COMMANDS: Final = ("demo", "serve", "config", "doctor")
 """Each is a module beside this one, with an `add_parser`."""
 _INTERRUPTED: Final = 130
 
@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except BrokenPipeError:
+        # Who read what is printed has gone (`| head`), and nothing more can be flushed into his pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
 
 
