@@ -19,7 +19,7 @@ from .option_words import error_in_options
 
 __all__ = ["main"]
 
-_COMMANDS: Final = ("demo", "serve", "config", "doctor", "bench")
+_COMMANDS: Final = ("demo", "serve", "config", "doctor", "bench", "size")
 """Each is a module beside this one, with an `add_parser`."""
 _INTERRUPTED: Final = 130
 
