@@ -21,6 +21,7 @@ from ..tiers.layout import KVLayout
 from .bench_memory import names_from
 from .client import connect
 from .measurements import Measurement, Unit
+from .serve_settings import NO_ADMIN
 
 __all__ = ["measure_sidecar"]
 
@@ -131,7 +132,16 @@ def _sidecar() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="kvpager-bench-") as folder:
         path = str(Path(folder, "sidecar.sock"))
         command = [sys.executable, "-P", "-m", "kvpager", "serve", "--config", os.devnull, "--quiet"]
-        command += ["--socket", path, "--host-bytes", str(_HOST_BYTES), "--arena", "memory"]
+        command += [
+            "--admin",
+            NO_ADMIN,
+            "--socket",
+            path,
+            "--host-bytes",
+            str(_HOST_BYTES),
+            "--arena",
+            "memory",
+        ]
         command += ["--with-process", str(os.getpid())]
         # Settings of another sidecar are none of this one's.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVPAGER_")}

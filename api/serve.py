@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -28,14 +27,22 @@ from typing import Any, Final
 
 from ..kvstore.host import HostStore
 from ..tiers.arena_file import ArenaFile, default_arena_path
-from ..tiers.cold_url import open_cold_tier
 from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.memory import format_bytes, memory_headroom
+from .admin_child import AdminOptions, serve_admin
+from .cold_source import ColdSource
 from .listening import default_socket_path, refuse_if_taken
 from .processes import Interruptions
 from .remote_access import RemoteAccess, check_token, parse_address, read_tokens, server_tls
 from .secret_file import read_secret_file
-from .serve_settings import COLD_SECRET_VARIABLE, NO_FILE, TOKEN_VARIABLE, add_settings, find_settings
+from .serve_settings import (
+    COLD_SECRET_VARIABLE,
+    NO_ADMIN,
+    NO_FILE,
+    TOKEN_VARIABLE,
+    add_settings,
+    find_settings,
+)
 from .setting import Given
 from .sidecar import Sidecar
 
@@ -93,8 +100,9 @@ def _run(options: argparse.Namespace) -> int:
     host_bytes, cold_bytes, drain = options.host_bytes, options.cold_bytes, options.drain
     if cold_bytes is not None and options.cold is None:
         raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
-    secret = _cold_secret(options)
+    source = ColdSource(options.cold, _cold_secret(options))
     remote = _remote_of(options)
+    admin = _admin_of(options)
     if options.arena == NO_FILE and (options.fresh or options.keep_arena):
         raise ConfigError("--arena", f"{NO_FILE} is no file that could be left, or be there")
     path = default_socket_path(make=True) if options.socket is None else options.socket
@@ -111,9 +119,8 @@ def _run(options: argparse.Namespace) -> int:
         if options.with_process is not None:
             watched = _pidfd_of(options.with_process)
             stack.callback(os.close, watched)
-        cold = None
-        if options.cold is not None:
-            cold = open_cold_tier(options.cold, capacity_bytes=cold_bytes, secret=secret)
+        cold = source.open(cold_bytes)
+        if cold is not None:
             stack.callback(cold.close)
         refuse_if_taken(path)
         arena = None
@@ -123,7 +130,7 @@ def _run(options: argparse.Namespace) -> int:
                     default_arena_path(os.fspath(path)) if options.arena is None else options.arena,
                     fresh=options.fresh,
                     keep=options.keep_arena,
-                    cold=_cold_name(options.cold, secret),
+                    cold=source.name,
                 )
                 stack.callback(arena.close)
             # What ends it before it is stopped is no reason to lose blocks.
@@ -142,7 +149,9 @@ def _run(options: argparse.Namespace) -> int:
                     arena.remove()
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(host, path, options.allow_uid, remote, drain, watched, say, leave))
+            runner.run(
+                _serve(host, source, path, options.allow_uid, remote, admin, drain, watched, say, leave)
+            )
         # Whoever still waits in a thread is woken by the store's end.
     say("stopped")
     return 0
@@ -176,13 +185,6 @@ def _cold_secret(options: argparse.Namespace) -> bytes | None:
     return os.environ.get(COLD_SECRET_VARIABLE, "").encode() or None
 
 
-def _cold_name(cold: str | None, secret: bytes | None) -> str:
-    """Names a cold tier and its key: what was written under another one is not found under this."""
-    if cold is None:
-        return ""
-    return cold if secret is None else f"{cold} {hashlib.blake2b(secret, digest_size=16).hexdigest()}"
-
-
 def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
     """Who may come in over TCP, if anybody may."""
     if options.listen is None:
@@ -213,6 +215,16 @@ def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
     return RemoteAccess(host, port, token, tls, options.insecure)
 
 
+def _admin_of(options: argparse.Namespace) -> AdminOptions | None:
+    """How operators are served, if they are."""
+    files = options.admin_token_file, options.admin_tls_cert, options.admin_tls_key
+    if options.admin != NO_ADMIN:
+        return AdminOptions(options.admin, *files)
+    if any(files):
+        raise ConfigError("--admin", f"is {NO_ADMIN}, and files are named for it")
+    return None
+
+
 def usual_bytes(arena: ArenaFile | None) -> int:
     """Host memory where nobody says how much: that of the arena that is there, or a share of what is free."""
     if arena is not None and arena.nbytes:
@@ -235,16 +247,18 @@ def usual_bytes(arena: ArenaFile | None) -> int:
 
 async def _serve(
     host: HostStore,
+    source: ColdSource,
     path: str | os.PathLike[str],
     uids: Collection[int],
     remote: RemoteAccess | None,
+    admin: AdminOptions | None,
     drain: float,
     watched: int | None,
     say: Callable[[str], None],
     leave: Callable[[], None],
 ) -> None:
     loop = asyncio.get_running_loop()
-    sidecar = Sidecar(host, path, allow_uids=uids, remote=remote)
+    sidecar = Sidecar(host, path, allow_uids=uids, remote=remote, cold=source)
     asked = asyncio.Event()
 
     def hear(number: signal.Signals) -> None:
@@ -274,7 +288,14 @@ async def _serve(
     if remote is not None:
         where += f" and on {remote.host}:{sidecar.port} ({'TLS' if remote.tls is not None else 'plain TCP'})"
     say(f"listening on {where}, {capacity} of host memory{_cold_words(host)}")
+    served = None
+    if admin is not None:
+        say(f"operators are served on {admin.address}")
+        served = loop.create_task(serve_admin(admin, os.path.abspath(path)))
     await asked.wait()
+    if served is not None:
+        served.cancel()
+        await asyncio.wait([served])
     if sidecar.reserved:
         say(f"waiting for commits of {sidecar.reserved} blocks")
     left = await sidecar.close(drain)

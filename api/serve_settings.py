@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Final
 
+from .admin.address import DEFAULT_ADDRESS
 from .config_file import CONFIG_VARIABLE, config_path, read_config
 from .setting import (
     Given,
@@ -25,6 +26,7 @@ from .setting import (
 
 __all__ = [
     "COLD_SECRET_VARIABLE",
+    "NO_ADMIN",
     "NO_FILE",
     "SERVE_SETTINGS",
     "TOKEN_VARIABLE",
@@ -39,6 +41,8 @@ COLD_SECRET_VARIABLE: Final = "KVPAGER_COLD_SECRET"
 """The environment variable that holds the cold tier's secret where no file does."""
 NO_FILE: Final = "memory"
 """What `--arena` names where the memory is to have no file."""
+NO_ADMIN: Final = "off"
+"""What `--admin` says where nobody is to look."""
 
 _MOST_DRAIN: Final = 86400.0
 _MOST_UID: Final = (1 << 32) - 2
@@ -146,6 +150,32 @@ SERVE_SETTINGS: Final = (
         integer(1, _MOST_PID, "4711"),
         "stop when this process is gone, however it ended (default: serve until it is asked to stop)",
         metavar="PID",
+    ),
+    Setting(
+        "--admin",
+        text(DEFAULT_ADDRESS),
+        f"where operators look and change things over HTTP; {NO_ADMIN}: nowhere (default: {DEFAULT_ADDRESS})",
+        default=DEFAULT_ADDRESS,
+        metavar="HOST:PORT",
+    ),
+    Setting(
+        "--admin-token-file",
+        path("/etc/kvpager/admin.tokens"),
+        "what operators say, in a file that only its owner can read; each line read:TOKEN or "
+        "operate:TOKEN (default: the socket's path with .admin.token, made at the first start)",
+        metavar="FILE",
+    ),
+    Setting(
+        "--admin-tls-cert",
+        path("/etc/kvpager/admin.crt"),
+        "HTTPS: the certificate and its chain",
+        metavar="FILE",
+    ),
+    Setting(
+        "--admin-tls-key",
+        path("/etc/kvpager/admin.key"),
+        "the certificate's key, which only its owner can read",
+        metavar="FILE",
     ),
     Setting("--quiet", switch(), "say nothing unless something is wrong", default=False),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,9 +14,23 @@ from .handles import Generations, first_generations
 from .hashing import HASH_BYTES
 from .slot_crc import Crcs, SlotCrc
 
-__all__ = ["SlotArrays", "slot_specs"]
+__all__ = ["SlotArrays", "SlotState", "slot_specs"]
 
 _NAME: Final = f"V{HASH_BYTES}"
+
+
+class SlotState(enum.IntEnum):
+    """What a slot holds."""
+
+    FREE = 0
+    RESERVED = 1
+    COMMITTED = 2
+    DAMAGED = 3
+    """Its record is not to be believed: neither found nor granted."""
+    PURGED = 4
+    """Was committed; nobody finds it. It is free when who leases it, or copies it below, lets go of it."""
+    VOID = 5
+    """Is reserved, and will be free when it is committed: its name was purged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +39,16 @@ class SlotArrays:
 
     Args:
         generations: int64 [capacity], raised with every grant.
-        state: uint8 [capacity].
+        state: uint8 [capacity] of `SlotState`.
         hashes: V16 [capacity], of reserved and committed slots.
         pins: int32 [capacity].
         in_cold: bool [capacity], whether the cold tier has a copy.
         used_at: int64 [capacity], the tick of the last use.
         owned: bool [extents], which extents the space has.
+        parents: uint64 [capacity], the first 8 bytes, little-endian, of the hash of the block before each in
+            its chain; 0: it is the first one, or that is not known.
+        depths: int32 [capacity], 1-based index of each in its chain; 0: not known.
+        hits: uint32 [capacity], how often a match found it, modulo 2^32.
         crcs: uint32 [capacity] where records outlive this process, else None.
         crc: makes these, or None.
     """
@@ -41,6 +60,9 @@ class SlotArrays:
     in_cold: npt.NDArray[np.bool_]
     used_at: npt.NDArray[np.int64]
     owned: npt.NDArray[np.bool_]
+    parents: npt.NDArray[np.uint64]
+    depths: npt.NDArray[np.int32]
+    hits: npt.NDArray[np.uint32]
     crcs: Crcs | None = None
     crc: SlotCrc | None = None
 
@@ -55,6 +77,9 @@ class SlotArrays:
             in_cold=np.zeros(capacity, dtype=np.bool_),
             used_at=np.zeros(capacity, dtype=np.int64),
             owned=np.zeros(num_extents, dtype=np.bool_),
+            parents=np.zeros(capacity, dtype=np.uint64),
+            depths=np.zeros(capacity, dtype=np.int32),
+            hits=np.zeros(capacity, dtype=np.uint32),
         )
 
     @classmethod
@@ -67,10 +92,23 @@ class SlotArrays:
         Raises:
             IntegrityError: the section is too short for them.
         """
-        generations, hashes, used_at, pins, crcs, state, in_cold, owned = section.arrays(
-            slot_specs(capacity, num_extents)
+        generations, hashes, used_at, pins, crcs, state, in_cold, parents, depths, hits, owned = (
+            section.arrays(slot_specs(capacity, num_extents))
         )
-        return cls(generations, state, hashes, pins, in_cold, used_at, owned, crcs, SlotCrc(space))
+        return cls(
+            generations=generations,
+            state=state,
+            hashes=hashes,
+            pins=pins,
+            in_cold=in_cold,
+            used_at=used_at,
+            owned=owned,
+            parents=parents,
+            depths=depths,
+            hits=hits,
+            crcs=crcs,
+            crc=SlotCrc(space),
+        )
 
     def begin(self) -> None:
         """Make the records of a new section: every slot is free."""
@@ -82,4 +120,8 @@ class SlotArrays:
 def slot_specs(capacity: int, num_extents: int) -> list[ArraySpec]:
     """The arrays of a section about a space."""
     kinds: list[npt.DTypeLike] = [np.int64, _NAME, np.int64, np.int32, np.uint32, np.uint8, np.bool_]
-    return [*(ArraySpec(kind, capacity) for kind in kinds), ArraySpec(np.bool_, num_extents)]
+    of_lineage: list[npt.DTypeLike] = [np.uint64, np.int32, np.uint32]
+    return [
+        *(ArraySpec(kind, capacity) for kind in kinds + of_lineage),
+        ArraySpec(np.bool_, num_extents),
+    ]

@@ -13,7 +13,7 @@ Where the records lie in a mapping that outlives the process (`SlotArrays.record
 order in which a process may be killed between any two writes, and the next one (`adopt`) knows what was
 meant:
 
-- a grant writes hash, CRC, state, and the generation last: before that the CRC fits no record;
+- a grant writes lineage, hash, CRC, state, and the generation last: before that the CRC fits no record;
 - every other change writes the CRC first and the state last, which is one byte.
 
 A slot whose record fits nothing that a killed process leaves is *damaged*: neither found nor granted, until
@@ -32,19 +32,21 @@ from ..tiers.arena import SlotAllocator
 from ..tiers.errors import ConfigError, IntegrityError
 from .handles import Generations, ReserveStatus, all_different, first_generations
 from .hashing import HASH_BYTES, leading
+from .lineage import Lineage
 from .policy import EvictionPolicy, Ids
-from .slot_arrays import SlotArrays
+from .slot_arrays import SlotArrays, SlotState
+from .slot_lineage import SlotLineage
+from .slot_looks import SlotLooks
 
 __all__ = ["Adopted", "Evicted", "OldExtent", "Purged", "SlotRecords"]
 
-_FREE: Final = 0
-_RESERVED: Final = 1
-_COMMITTED: Final = 2
-_DAMAGED: Final = 3
-_PURGED: Final = 4
-"""Was committed; nobody finds it, and it is free when those who lease it, or copy it below, let go of it."""
-_VOID: Final = 5
-"""Is reserved, and will be free when it is committed: its name was purged."""
+# Plain numbers: a member looked up on its class costs as much as comparing an array to it.
+_FREE: Final = int(SlotState.FREE)
+_RESERVED: Final = int(SlotState.RESERVED)
+_COMMITTED: Final = int(SlotState.COMMITTED)
+_DAMAGED: Final = int(SlotState.DAMAGED)
+_PURGED: Final = int(SlotState.PURGED)
+_VOID: Final = int(SlotState.VOID)
 
 _NAME: Final = f"V{HASH_BYTES}"
 _DENIED: Final = int(ReserveStatus.DENIED)
@@ -107,6 +109,8 @@ class SlotRecords:
         generations: int64 [capacity], raised with every grant.
         leases: int32 [capacity], pins included.
         in_cold: bool [capacity], whether the cold tier has a copy.
+        lineage: the chains that blocks are of, and how often each was found.
+        looks: what is found out about slots without the lock.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class SlotRecords:
         self.generations = arrays.generations
         self.leases = np.zeros(capacity, dtype=np.int32)
         self.in_cold = arrays.in_cold
+        self.lineage = SlotLineage(arrays)
         self._arrays = arrays
         self._state = arrays.state
         self._pins = arrays.pins
@@ -138,6 +143,7 @@ class SlotRecords:
         self._free = SlotAllocator()
         self._policy = policy
         policy.resize(capacity)
+        self.looks = SlotLooks(slots_per_extent, arrays, self.leases, self._timed, self._cleaning)
 
     @property
     def capacity(self) -> int:
@@ -219,6 +225,16 @@ class SlotRecords:
         """The hashes of reserved or committed slots."""
         names: list[bytes] = self._hashes[slots].tolist()
         return names
+
+    def hashes_of(self, slots: Ids) -> npt.NDArray[np.void]:
+        """The same as an array, V16 [n]."""
+        hashes: npt.NDArray[np.void] = self._hashes[slots]
+        return hashes
+
+    @property
+    def committed_slots(self) -> Ids:
+        """The slots that hold a committed block, ascending."""
+        return np.flatnonzero(self._state == _COMMITTED).astype(np.int32)
 
     # Leases
 
@@ -330,13 +346,14 @@ class SlotRecords:
         """Slots that were taken and not reserved."""
         self._free.free(slots)
 
-    def reserve(self, slots: Ids, names: list[bytes]) -> None:
-        """Slots that were taken are granted for blocks of these names."""
+    def reserve(self, slots: Ids, names: list[bytes], lineage: Lineage | None = None) -> None:
+        """Slots that were taken are granted for blocks of these names, and of this lineage if it is known."""
         if not names:
             return
         hashes = np.frombuffer(b"".join(names), dtype=_NAME)
         at = slots.astype(np.intp)
         generations = self.generations[at] + 1
+        self.lineage.grant(at, lineage)
         self._hashes[at] = hashes
         self._seal(slots, hashes, generations, _RESERVED)
         self._state[at] = _RESERVED
@@ -403,6 +420,36 @@ class SlotRecords:
         victims = candidates[may_go][:count]
         self._policy.remove(victims)
         return self._forget(victims)
+
+    def idle(self, slots: Ids, generations: Generations, until: int) -> Ids:
+        """Those of these handles, none twice, whose blocks may go and were not used after a tick."""
+        at = slots.astype(np.intp)
+        idle = (self._state[at] == _COMMITTED) & (self.generations[at] == generations)
+        idle &= (self.leases[at] == 0) & ~self._cleaning[at] & (self._used_at[at] <= until)
+        found: Ids = slots[idle]
+        return found
+
+    def idle_named(self, hashes: Sequence[bytes]) -> Ids:
+        """The slots of those of these blocks that nobody leases; of those being copied below, too."""
+        found = {self.index[name]: None for name in hashes if name in self.index}
+        slots = np.fromiter(found, np.int32, len(found))
+        idle: Ids = slots[self.leases[slots] == 0]
+        return idle
+
+    def used_at(self, slots: Ids) -> npt.NDArray[np.int64]:
+        """The ticks of the last use of these."""
+        ticks: npt.NDArray[np.int64] = self._used_at[slots]
+        return ticks
+
+    def is_cleaning(self, slots: Ids) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of these are being copied to the cold tier."""
+        cleaning: npt.NDArray[np.bool_] = self._cleaning[slots]
+        return cleaning
+
+    def evict_idle(self, slots: Ids) -> Evicted:
+        """Let these go, which `idle` found."""
+        self._policy.remove(slots)
+        return self._forget(slots)
 
     def _forget(self, slots: Ids) -> Evicted:
         """Free blocks that the policy ranks no more."""
@@ -636,6 +683,7 @@ class SlotRecords:
         # Of what was used together later blocks go sooner, and these mostly lie in higher slots.
         idle = committed[self.leases[committed] == 0][::-1]
         self._policy.insert(idle[np.argsort(self._used_at[idle], kind="stable")])
+        self.lineage.adopt()
         return Adopted(
             len(committed),
             len(reserved),
@@ -729,6 +777,7 @@ class SlotRecords:
             for name, slot in book.items():
                 if self._hashes[slot].tolist() != name:
                     raise IntegrityError(f"host slot {slot} has another hash than the index says")
+        self.lineage.check_integrity(committed.astype(np.int32))
         if self._num_cleaning != np.count_nonzero(self._cleaning):
             raise IntegrityError(f"{self._num_cleaning} host blocks are counted as being copied below")
         if (self.leases < 0).any() or (self._pins + self._timed > self.leases).any():

@@ -130,7 +130,7 @@ def damage(path: Path) -> None:
 def grow_old(path: Path) -> None:
     records = Path(f"{path}.records")
     data = bytearray(records.read_bytes())
-    data[16:20] = struct.pack("<I", 0)
+    data[16:20] = struct.pack("<I", 1)
     records.write_bytes(data)
 
 
@@ -141,7 +141,7 @@ def grow_old(path: Path) -> None:
         (punch, "it holds fewer bytes than its records say"),
         (copy, "its records are of another file"),
         (damage, "an entry of the table of its records is damaged"),
-        (grow_old, "its records are of version 0, this is version 1"),
+        (grow_old, "its records are of version 1, this is version 2"),
     ],
 )
 def test_what_cannot_be_believed_is_replaced_and_the_log_says_why(

@@ -129,7 +129,7 @@ def header(path: str) -> bytes:
     ("at", "data", "said"),
     [
         (0, b"something", "none of kvpager's"),
-        (16, b"\2", "are of version 2, this is version 1"),
+        (16, b"\1", "are of version 1, this is version 2"),
         (24, b"\0", "head of its records is damaged"),
         (HEAD, struct.pack("<I", 77), "an entry of the table"),
         (HEAD + 8, b"\1", "an entry of the table"),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvpager.kvstore.policy import make_policy
 from kvpager.kvstore.slot_arrays import SlotArrays, slot_specs
+from kvpager.kvstore.slot_lineage import SlotLineage
 from kvpager.kvstore.slots import Adopted, SlotRecords
 from kvpager.tests.raw_client import names
 from kvpager.tiers.errors import ConfigError, IntegrityError
@@ -85,6 +86,9 @@ def mortal(arrays: SlotArrays, writes: int) -> SlotArrays:
         made(arrays.in_cold),
         made(arrays.used_at),
         made(arrays.owned),
+        made(arrays.parents),
+        made(arrays.depths),
+        made(arrays.hits),
         made(arrays.crcs),  # type: ignore[arg-type]
         arrays.crc,
     )
@@ -187,6 +191,7 @@ def test_a_process_may_be_killed_at_any_write(
         victim._arrays = dying = mortal(victim._arrays, writes)
         victim.generations, victim._state, victim._hashes = dying.generations, dying.state, dying.hashes
         victim.in_cold, victim._used_at, victim._pins = dying.in_cold, dying.used_at, dying.pins
+        victim.lineage = SlotLineage(dying)
         told = dict(victim.index)
         try:
             change(victim)
