@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,6 @@ def test_figures_are_kept_whole_or_told_to_be_none(tmp_path: Path, state: Path) 
 
 def test_contenders_take_turns_and_another_one_goes_first_each_round() -> None:
     calls: list[str] = []
-    taken = median_seconds({name: lambda name=name: calls.append(name) for name in "abc"}, 0.0)
+    taken = median_seconds({name: partial(calls.append, name) for name in "abc"}, 0.0)
     assert "".join(calls) == "abcbcacababc"
     assert {*taken} == {*"abc"}
