@@ -15,6 +15,7 @@ from kvpager.kvstore.control import EngineReport
 from kvpager.tests.admin_server import ROOT, AdminServer, prompt, store_prompt
 from kvpager.tests.raw_client import LAYOUT, await_true
 
+pytestmark = pytest.mark.xdist_group("admin routes")
 BLOCK = LAYOUT.block_bytes
 
 
