@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
         with server.client() as client:
             hashes = store_prompt(client, prompt(1, 2))
             client.space(LAYOUT).match(hashes).release()
-        text = httpx.get(f"{server.url}/metrics", timeout=30).text
+        # What is known of the sidecar may be a second old.
+        until = time.monotonic() + 30
+        while 'request="Match"' not in (text := httpx.get(f"{server.url}/metrics", timeout=30).text):
+            assert time.monotonic() < until
+            time.sleep(0.1)
     found: dict[str, list[dict[str, str]]] = {}
     for family in text_string_to_metric_families(text):
         if family.type != "histogram":
