@@ -1,0 +1,177 @@
+// The page: asks /v1 again and again, and shows what it says.
+
+import { Api } from "./api.js";
+import { byId, element, keyed, say } from "./elements.js";
+import { Events } from "./events.js";
+import { bytes, count, counted, duration, percent, short, time } from "./format.js";
+import { MemoryMap } from "./memory_map.js";
+import { Operating } from "./operating.js";
+import { Prefixes } from "./prefixes.js";
+import { Sessions } from "./sessions.js";
+import { showSpaces, showTenants, showTiers } from "./tiers.js";
+import { tenantClass } from "./tenants.js";
+import { Traffic, showFlows } from "./traffic.js";
+
+const POLL_MILLISECONDS = 2000;
+/** What is long is asked for in every so many polls: the map and the lists. */
+const LONG_EVERY = 2;
+const THEMES = ["system", "light", "dark"];
+
+const api = new Api();
+const operating = new Operating(api, () => soon());
+const map = new MemoryMap();
+const traffic = new Traffic();
+const prefixes = new Prefixes(api, operating);
+const sessions = new Sessions(api, operating);
+const events = new Events(api);
+
+let polls = 0;
+let timer = null;
+let polling = false;
+let again = false;
+let heardAt = null;
+
+/** Poll now, lists too: somebody changed something. */
+function soon() {
+  polls = 0;
+  if (polling) again = true;
+  else poll();
+}
+
+async function poll() {
+  clearTimeout(timer);
+  if (document.hidden) return;
+  polling = true;
+  try {
+    await show();
+  } catch (error) {
+    if (typeof error.status === "undefined") throw error;
+    showAway(error);
+  } finally {
+    polling = false;
+    timer = setTimeout(poll, again ? 0 : POLL_MILLISECONDS);
+    again = false;
+  }
+}
+
+async function show() {
+  const status = await api.get("v1/status");
+  const long = polls % LONG_EVERY === 0;
+  polls += 1;
+  const [details, hostMap] = await Promise.all([
+    Promise.all(status.tiers.map((tier) => api.get(`v1/tiers/${tier}`))),
+    long ? api.get("v1/tiers/host/map", { cells: map.cells }) : null,
+    ...(long ? [prefixes.poll(), sessions.poll()] : []),
+  ]);
+  heardAt = Date.now() / 1000;
+  for (const space of status.spaces) tenantClass(space.tenant);
+  operating.role = status.role;
+  showState(status);
+  traffic.add(status, heardAt);
+  const host = details.find((tier) => tier.tier === "host");
+  showFigures(status, host);
+  showTiers(details, status.cold);
+  showTenants(host?.tenants ?? []);
+  showSpaces(status.spaces);
+  if (hostMap !== null) {
+    map.show(hostMap, details.find((tier) => tier.last_blocks_bytes !== null)?.last_blocks_bytes ?? null);
+  }
+  showFlows(details);
+  sessions.sum(status);
+}
+
+function showState(status) {
+  document.body.classList.remove("stale");
+  byId("away").hidden = true;
+  const state = byId("state");
+  state.dataset.state = status.draining ? "draining" : status.degraded.length > 0 ? "degraded" : "ready";
+  say(state, status.draining ? "Draining" : status.degraded.length > 0 ? "Serving, degraded" : "Serving");
+  keyed(byId("facts"), [`kvpager ${status.version}`, `up ${duration(status.uptime_seconds)}`,
+    counted(status.clients, "client"), `boot ${status.boot_id.slice(0, 8)}`],
+  (text) => text.split(" ")[0], () => element("span"), say);
+  document.title = status.degraded.length > 0 ? "kvpager, degraded" : "kvpager";
+  const degraded = byId("degraded");
+  const parts = [...status.degraded];
+  if (status.draining) parts.push({ part: "draining", since: null, reason: "it takes no reservations and no loads" });
+  degraded.hidden = parts.length === 0;
+  keyed(degraded, parts, (part) => part.part, () => element("li", {}, element("strong"), element("span")), (item, part) => {
+    say(item.firstElementChild, part.part);
+    say(item.lastElementChild, ` ${part.reason}${part.since === null ? "" : `, since ${time(part.since)}`}`);
+  });
+  say(byId("age"), `as of ${time(heardAt - status.age_seconds)}`);
+}
+
+function showFigures(status, host) {
+  const { host: inHost, cold, tokens } = traffic.lately;
+  const figures = [
+    ["Hit rate", inHost === null ? "–" : percent(inHost + cold),
+      inHost === null ? "nothing asked for lately" : `host ${percent(inHost)} · cold ${percent(cold)}`],
+    ["Tokens saved", short(status.hits.saved_tokens), tokens === null ? "since its start" : `${short(tokens)}/s in the last minute`],
+    ["Host memory", host?.capacity_bytes ? percent(host.used_bytes / host.capacity_bytes) : "–",
+      host ? `${bytes(host.used_bytes)} of ${bytes(host.capacity_bytes)}` : ""],
+    ["Largest free run", bytes(host?.largest_free_run_bytes), host?.free_bytes > 0 ? `of ${bytes(host.free_bytes)} free` : "nothing is free"],
+    ["Sessions", count(status.sessions_awake + status.sessions_asleep),
+      `${count(status.sessions_awake)} awake · ${count(status.sessions_asleep)} asleep`],
+    ["Only in host", bytes(host?.dirty_bytes ?? null), "no copy in the cold tier yet"],
+  ];
+  keyed(byId("figures"), figures, ([name]) => name, ([name]) => element("div", {},
+    element("dt", {}, name), element("dd", { class: "value" }), element("dd", { class: "about" })), (item, [, value, about]) => {
+    say(item.children[1], value);
+    say(item.children[2], about);
+  });
+}
+
+function showAway(refusal) {
+  const now = Date.now() / 1000;
+  traffic.miss(now);
+  const state = byId("state");
+  if (refusal.wantsToken) {
+    state.dataset.state = "away";
+    say(state, "A token is needed");
+    // Asked for once: who closes the dialog has the button.
+    if (heardAt === null && polls === 0) operating.ask("Looking from another machine needs a token.");
+    polls += 1;
+    return;
+  }
+  document.body.classList.add("stale");
+  state.dataset.state = "away";
+  say(state, "Away");
+  document.title = "kvpager, away";
+  byId("degraded").hidden = true;
+  const away = byId("away");
+  const shown = heardAt === null ? "" : ` What is shown is of ${time(heardAt)}.`;
+  say(away, `The sidecar is away: ${refusal.message}.${shown} It is asked again every ${POLL_MILLISECONDS / 1000} seconds.`);
+  away.hidden = false;
+  polls = 0;
+}
+
+function followTheme() {
+  const button = byId("theme");
+  const chosen = () => document.documentElement.dataset.theme ?? "system";
+  const name = () => say(button, `Theme: ${chosen()}`);
+  button.addEventListener("click", () => {
+    const next = THEMES[(THEMES.indexOf(chosen()) + 1) % THEMES.length];
+    if (next === "system") {
+      delete document.documentElement.dataset.theme;
+      localStorage.removeItem("kvpager-theme");
+    } else {
+      document.documentElement.dataset.theme = next;
+      localStorage.setItem("kvpager-theme", next);
+    }
+    name();
+    map.redraw();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => map.redraw());
+  name();
+}
+
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) events.stop();
+  else {
+    events.start();
+    soon();
+  }
+});
+followTheme();
+events.start();
+poll();
