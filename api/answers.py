@@ -9,7 +9,7 @@ what the client group holds from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from .. import __version__
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
 from ..kvstore.hashing import space_id
-from ..kvstore.host import HostStore
+from ..kvstore.lineage import ChainPlace, Lineage, expect_lineage
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
 from ..kvstore.tenants import check_tenant
@@ -37,13 +37,11 @@ from ..tiers.errors import (
 from ..tiers.layout import KVLayout
 from ..tiers.settings import expect_seconds, expect_text
 from .claims import Claims
-from .commands import Engine, Engines
+from .commands import Engine
 from .groups import UNNAMED, Group
 from .messages import (
     Abort,
     Blocks,
-    Clients,
-    Command,
     CommandDone,
     Commit,
     Count,
@@ -51,7 +49,6 @@ from .messages import (
     Evict,
     Flush,
     Get,
-    GetClients,
     GetNote,
     GetStats,
     Hint,
@@ -74,21 +71,21 @@ from .messages import (
     Report,
     Reserve,
     Reserved,
-    SpaceOpened,
     Stats,
     Subscribe,
     Unpin,
 )
+from .operator_answers import OperatorAnswers
 from .purges import Purges
+from .service import Job, Service, seconds_of
+from .space_book import SpaceBook
 
-__all__ = ["Answers", "Job", "Service", "ServiceCounters", "request_bytes"]
+__all__ = ["Answers", "request_bytes"]
 
 _QUICK_BLOCKS: Final = 1 << 14
 """More blocks than these in one request are another thread's work."""
 _QUICK_BYTES: Final = 256 << 10
 """So are more bytes of blocks than these."""
-_MOST_WAIT: Final = 60.0
-"""Seconds that a request waits at most, whatever it asks for."""
 _MOST_SPACES: Final = 256
 """Spaces of a sidecar; each has records of all the slots that it might have."""
 _MOST_SLOTS: Final = 1 << 24
@@ -97,59 +94,6 @@ _MOST_TEXT: Final = 256
 _REPLY_BYTES: Final = 64
 """What a frame with one byte string has around it, at most."""
 _NEW: Final = int(ReserveStatus.NEW)
-
-
-@dataclass(frozen=True)
-class Job:
-    """Work for another thread.
-
-    Args:
-        waits: whether it waits for something, rather than being long.
-        work: runs in the thread.
-        finish: makes the reply of what `work` returned; on the loop.
-        undo: gives back what `work` returned where there is nobody to reply to any more; in any thread.
-        instead: ends what the request was to end where `work` is never begun; in a thread.
-    """
-
-    waits: bool
-    work: Callable[[], Any]
-    finish: Callable[[Any], Message]
-    undo: Callable[[Any], object] | None = None
-    instead: Callable[[], object] | None = None
-
-
-@dataclass
-class ServiceCounters:
-    """What a sidecar did since its start."""
-
-    connections: int = 0
-    refused: int = 0
-    """Connections that were not let in."""
-    requests: int = 0
-    failures: int = 0
-    protocol_errors: int = 0
-    events_lost: int = 0
-
-
-@dataclass
-class Service:
-    """What the connections of a sidecar have in common.
-
-    Args:
-        host: the store.
-        max_frame: bytes of the largest frame.
-        draining: whether the sidecar is being stopped: nothing new is reserved.
-        purges: makes purges; there is one once the sidecar is started.
-        engines: reports and commands.
-    """
-
-    host: HostStore
-    max_frame: int
-    draining: bool = False
-    counters: ServiceCounters = field(default_factory=ServiceCounters)
-    spaces: set[bytes] = field(default_factory=set)
-    purges: Purges | None = None
-    engines: Engines = field(default_factory=Engines)
 
 
 def request_bytes(message: Message) -> int:
@@ -199,8 +143,7 @@ class Answers:
         self._counts = counts
         self._tenants = tenants
         self._engine = engine
-        self._spaces: list[HostSpace] = []
-        self._numbers: dict[bytes, int] = {}
+        self._spaces = SpaceBook()
         self._handlers: dict[type[Message], Callable[[Any], Message | Job]] = {
             OpenSpace: self._open_space,
             Match: self._match,
@@ -226,9 +169,8 @@ class Answers:
             Purge: self._purge,
             PurgeTenant: self._purge_tenant,
             Report: self._report,
-            GetClients: self._get_clients,
-            Command: self._command,
             CommandDone: self._command_done,
+            **OperatorAnswers(service, self._spaces, is_operator=tenants is None).handlers(),
         }
 
     def understands(self, message: Message) -> bool:
@@ -247,7 +189,7 @@ class Answers:
         """Bytes of the reply, where it may be long."""
         if type(message) is not Get or not 0 <= message.space < len(self._spaces):
             return 0
-        return self._fitting(self._spaces[message.space], len(message.hashes))
+        return self._fitting(self._spaces.space(message.space), len(message.hashes))
 
     # Spaces
 
@@ -278,42 +220,34 @@ class Answers:
             raise CapacityError(f"the sidecar has {_MOST_SPACES} spaces, and takes no more")
         space = self._host.space(layout, shard=shard, tenant=tenant)
         service.spaces.add(name)
-        number = self._numbers.get(name)
-        if number is None:
-            number = self._numbers[name] = len(self._spaces)
-            self._spaces.append(space)
-        return SpaceOpened(number, space.id, space.slots_per_extent)
+        return self._spaces.opened(space)
 
     def _refuse_other_tenants(self, tenant: str) -> None:
         if self._tenants is not None and tenant not in self._tenants:
             raise AccessDeniedError(f"the token is not one of tenant {tenant!r}")
 
-    def _space(self, number: int) -> HostSpace:
-        if not 0 <= number < len(self._spaces):
-            raise ConfigError("space", f"this connection has opened no space {number}")
-        return self._spaces[number]
-
     # Leases
 
     def _match(self, asked: Match) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
-        hashes = asked.hashes
+        space, wait = self._spaces.space(asked.space), seconds_of("deadline", asked.deadline)
+        hashes, start = asked.hashes, _start(asked)
         asks_cold = wait > 0 and self._host.cold is not None
         if not asks_cold and len(hashes) <= _QUICK_BLOCKS:
-            return self._leased(space.match_named(hashes))
+            return self._leased(space.match_named(hashes, None, start))
         return Job(
             asks_cold,
-            lambda: space.match_named(hashes, wait if asks_cold else None),
+            lambda: space.match_named(hashes, wait if asks_cold else None, start),
             self._leased,
             Lease.release,
         )
 
     def _load(self, asked: Load) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        space, wait = self._spaces.space(asked.space), seconds_of("deadline", asked.deadline)
+        start = _start(asked)
         self._refuse_if_draining()
 
         def work() -> tuple[Lease, int]:
-            load = space.start_load(asked.hashes)
+            load = space.start_load(asked.hashes, start=start)
             try:
                 load.wait(wait)
                 return space.lease_resident(asked.hashes), load.loaded
@@ -334,7 +268,7 @@ class Answers:
         return Leased(lease.slots, lease.generations, lease.cold)
 
     def _lease_slots(self, asked: LeaseSlots) -> Message:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         claims = self._claims(space)
         slots, generations = _handles(asked.slots, asked.generations)
         good = claims.existing(slots)
@@ -343,13 +277,13 @@ class Answers:
         return Marks(good)
 
     def _release(self, asked: Release) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         # The group's books say that they are leased: the store need not look, too.
         end = lambda slots, _: space.end_leases(slots)  # noqa: E731
         return self._end("release", self._group.take_leases, end, space, asked)
 
     def _reassert(self, asked: Reassert) -> Message:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         if self._client == UNNAMED:
             raise ConfigError(
                 "client", "a client that re-asserts must have said in its Hello which one it is"
@@ -359,15 +293,20 @@ class Answers:
     # Reservations
 
     def _reserve(self, asked: Reserve) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("wait", asked.wait)
+        space, wait = self._spaces.space(asked.space), seconds_of("wait", asked.wait)
+        lineage = _lineage(asked)
         self._refuse_if_draining()
         if len(asked.hashes) <= _QUICK_BLOCKS:
             # Mostly there is room, and no thread is needed.
-            done = space.reserve_at_once(asked.hashes) if wait else space.reserve(asked.hashes)
+            reserve = space.reserve_at_once if wait else space.reserve
+            done = reserve(asked.hashes, lineage=lineage)
             if done is not None:
                 return self._reserved(done)
         return Job(
-            wait > 0, lambda: space.reserve(asked.hashes, wait=wait), self._reserved, Reservation.abort
+            wait > 0,
+            lambda: space.reserve(asked.hashes, wait=wait, lineage=lineage),
+            self._reserved,
+            Reservation.abort,
         )
 
     def _reserved(self, reservation: Reservation) -> Message:
@@ -381,14 +320,14 @@ class Answers:
         return Reserved(reservation.status, reservation.slots, reservation.generations)
 
     def _commit(self, asked: Commit) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         if self._group.uid is None:
             # It was never written: what lies there was somebody else's.
             raise NotInPlaceError("over TCP blocks are written and committed by Put")
         return self._end("commit", self._group.take_reservations, space.commit, space, asked)
 
     def _abort(self, asked: Abort) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         return self._end("abort", self._group.take_reservations, space.abort, space, asked)
 
     def _end(
@@ -435,42 +374,44 @@ class Answers:
             raise
 
     def _refuse_if_draining(self) -> None:
-        if self._service.draining:
+        if self._service.stopping:
             raise ServiceUnavailableError("the sidecar is being stopped, it takes no more blocks")
+        if self._service.drained_since is not None:
+            raise ServiceUnavailableError("the sidecar is being drained, it takes no more blocks")
 
     # Keeping and losing blocks
 
     def _pin(self, asked: Pin) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         ttl = expect_seconds("ttl", asked.ttl) or None
         return _counted(len(asked.hashes), lambda: space.pin(asked.hashes, ttl=ttl))
 
     def _hint(self, asked: Hint) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         if asked.wanted:
             self._refuse_if_draining()
         return _counted(len(asked.hashes), lambda: space.hint(asked.hashes, wanted=asked.wanted))
 
     def _unpin(self, asked: Unpin) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         return _counted(len(asked.hashes), lambda: space.unpin(asked.hashes))
 
     def _may_have_room(self, asked: MayHaveRoom) -> Message:
-        return Count(int(self._space(asked.space).room_may_come(asked.held)))
+        return Count(int(self._spaces.space(asked.space).room_may_come(asked.held)))
 
     def _evict(self, asked: Evict) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         return _counted(asked.count, lambda: space.evict(min(asked.count, space.capacity)))
 
     def _purge(self, asked: Purge) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        space, wait = self._spaces.space(asked.space), seconds_of("deadline", asked.deadline)
         notes = [asked.note] if asked.note else []
         return Job(True, *self._purges.of_space(space, asked.hashes, notes, wait))
 
     def _purge_tenant(self, asked: PurgeTenant) -> Message | Job:
         tenant = check_tenant("tenant", asked.tenant)
         self._refuse_other_tenants(tenant)
-        return Job(True, *self._purges.of_tenant(tenant, _seconds("deadline", asked.deadline)))
+        return Job(True, *self._purges.of_tenant(tenant, seconds_of("deadline", asked.deadline)))
 
     @property
     def _purges(self) -> Purges:
@@ -485,60 +426,52 @@ class Answers:
         self._service.engines.keep(self._engine, asked)
         return Done()
 
-    def _get_clients(self, asked: GetClients) -> Message:
-        self._refuse_unless_operator()
-        return Clients(self._service.engines.listed())
-
-    def _command(self, asked: Command) -> Message | Job:
-        self._refuse_unless_operator()
-        wait = _seconds("deadline", asked.deadline)
-        return Job(True, self._service.engines.give(asked, wait), _same)
-
     def _command_done(self, asked: CommandDone) -> Message:
         self._service.engines.done(self._engine, asked)
         return Done()
-
-    def _refuse_unless_operator(self) -> None:
-        if self._tenants is not None:
-            raise AccessDeniedError("the token is one of tenants, not of operators")
 
     # Bytes
 
     def _put(self, asked: Put) -> Message | Job:
         """Blocks that the group has reserved go to their slots; for the others there is room made now."""
-        space, wait = self._space(asked.space), _seconds("wait", asked.wait)
+        space, wait = self._spaces.space(asked.space), seconds_of("wait", asked.wait)
         size, hashes = space.layout.block_bytes, asked.hashes
         if len(asked.data) != size * len(hashes):
             raise LayoutError(
                 f"{len(hashes)} blocks of {size} bytes were to come, and {len(asked.data)} bytes came"
             )
+        lineage = expect_lineage(_lineage(asked), len(hashes))
         blocks = np.frombuffer(asked.data, dtype=np.uint8).reshape(len(hashes), size)
         at, slots, generations = space.reserved(hashes) if self._group.reserved else _nothing_reserved()
-        if self._service.draining and len(at) < len(hashes):
+        if len(at) < len(hashes):
             self._refuse_if_draining()
         if len(at):
             good = self._group.take_reservations(space, self._client, slots, generations)
             at, slots, generations = at[good], slots[good], generations[good]
+        if lineage is not None and len(at):
+            space.learn(slots, lineage.take(at))
         status = np.full(len(at), _NEW, dtype=np.uint8)
         mine = Reservation(space, [hashes[one] for one in at.tolist()], status, slots, generations)
 
         def work() -> int:
             if not len(at):
-                return space.put(hashes, blocks, wait=wait)
+                return space.put(hashes, blocks, wait=wait, lineage=lineage)
             rest = np.setdiff1d(np.arange(len(hashes)), at)
             with mine:
                 space.write_blocks(mine, blocks if not len(rest) else blocks[at])
                 mine.commit()
             if not len(rest):
                 return len(at)
-            return len(at) + space.put([hashes[one] for one in rest.tolist()], blocks[rest], wait=wait)
+            of_rest = None if lineage is None else lineage.take(rest)
+            others = [hashes[one] for one in rest.tolist()]
+            return len(at) + space.put(others, blocks[rest], wait=wait, lineage=of_rest)
 
         if wait or len(asked.data) > _QUICK_BYTES or len(hashes) > _QUICK_BLOCKS:
             return Job(wait > 0, work, Count, instead=mine.abort if len(at) else None)
         return Count(work())
 
     def _get(self, asked: Get) -> Message | Job:
-        space = self._space(asked.space)
+        space = self._spaces.space(asked.space)
         size = space.layout.block_bytes
         count = self._fitting(space, len(asked.hashes)) // size
         if not asked.hashes:
@@ -562,11 +495,11 @@ class Answers:
     # Notes, counters, events
 
     def _put_note(self, asked: PutNote) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        space, wait = self._spaces.space(asked.space), seconds_of("deadline", asked.deadline)
         return Job(True, lambda: int(space.put_note(asked.name, asked.value, wait)), Count)
 
     def _get_note(self, asked: GetNote) -> Message | Job:
-        space, wait = self._space(asked.space), _seconds("deadline", asked.deadline)
+        space, wait = self._spaces.space(asked.space), seconds_of("deadline", asked.deadline)
 
         def finish(read: tuple[ColdStatus, bytes]) -> Message:
             status, value = read
@@ -597,7 +530,7 @@ class Answers:
         return Done()
 
     def _flush(self, asked: Flush) -> Message | Job:
-        wait = _seconds("deadline", asked.deadline)
+        wait = seconds_of("deadline", asked.deadline)
         return Job(True, lambda: self._host.flush(wait), Count)
 
 
@@ -605,16 +538,18 @@ def _nothing_reserved() -> tuple[npt.NDArray[np.int64], Ids, Generations]:
     return np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int64)
 
 
+def _start(asked: Match | Load) -> ChainPlace | None:
+    """Where in their chain the hashes begin; None where the client does not say."""
+    return ChainPlace(asked.before, asked.depth) if asked.depth else None
+
+
+def _lineage(asked: Reserve | Put) -> Lineage | None:
+    """What the client knows of the blocks' chains; None where it does not say."""
+    return Lineage(asked.parents, asked.depths) if asked.parents or len(asked.depths) else None
+
+
 def _counted(blocks: int, work: Callable[[], int]) -> Message | Job:
     return Job(False, work, Count) if blocks > _QUICK_BLOCKS else Count(work())
-
-
-def _same(reply: Message) -> Message:
-    return reply
-
-
-def _seconds(what: str, value: float) -> float:
-    return min(expect_seconds(what, value), _MOST_WAIT)
 
 
 def _short(what: str, value: str) -> str:

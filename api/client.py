@@ -32,6 +32,7 @@ from ..tiers.settings import expect_flag, expect_seconds, expect_type
 from .client_calls import Ask, Call
 from .client_commands import CommandListener, CommandListeners, clients_ask, command_ask, report_of
 from .client_core import ClientCounters, GivenCommand
+from .client_operators import status_ask
 from .client_shell import (
     READ_BYTES,
     REFUSALS,
@@ -285,6 +286,15 @@ class Connection:
             ServiceUnavailableError: it does not answer. This is no call of the serving path.
         """
         return self.ask(stats_ask())
+
+    def status(self) -> dict[str, Any]:
+        """How the sidecar is: the map of `Status` in docs/protocol.md.
+
+        Raises:
+            AccessDeniedError: the token is one of tenants.
+            ServiceUnavailableError: the sidecar does not answer.
+        """
+        return self.ask(status_ask())
 
     def clients(self) -> dict[str, Any]:
         """Who is connected, for operators: a map for each, with its ``name``, what it holds, its ``report``.

@@ -18,12 +18,14 @@ from ..kvstore.control import EngineReport
 from ..kvstore.events import EventStream, Listener
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
+from ..kvstore.lineage import CHAIN_START, ChainPlace, Lineage
 from ..kvstore.policy import Ids
 from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotPlaces
 from ..kvstore.tenants import check_tenant
 from ..tiers.errors import (
     ClosedError,
+    ConfigError,
     KVPagerError,
     ServiceUnavailableError,
     StaleHandleError,
@@ -41,6 +43,7 @@ from ..tiers.settings import (
 from .client_calls import Ask, Call
 from .client_commands import CommandListener, CommandListeners, clients_ask, command_ask, report_of
 from .client_core import ClientCounters, GivenCommand
+from .client_operators import AsyncOperatorCalls
 from .client_shell import (
     READ_BYTES,
     REFUSALS,
@@ -102,7 +105,7 @@ async def connect_async(
     return connection
 
 
-class AsyncConnection:
+class AsyncConnection(AsyncOperatorCalls):
     """A sidecar's memory and cold tier, for one event loop. From `connect_async`; an async context manager.
 
     What is said of `Connection` holds here.
@@ -168,6 +171,29 @@ class AsyncConnection:
             if made is None:
                 made = self._spaces[space] = (AsyncInlineSpace if space.inline else AsyncSpace)(self, space)
             return made
+
+    async def find_space(self, space_id: bytes) -> AsyncSpace:
+        """Open a space that there is by its 16 bytes, whoever opened it first. For operators.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        name = expect_bytes("space_id", space_id, HASH_BYTES).hex()
+        for one in (await self.status())["spaces"]:
+            if one["id"] == name:
+                layout = KVLayout(
+                    one["num_layers"],
+                    one["num_kv_heads"],
+                    one["head_dim"],
+                    one["block_size"],
+                    one["dtype"],
+                    one["format"],
+                    planes=one["planes"],
+                    window=one["window"] or None,
+                    scale_bytes=one["scale_bytes"],
+                )
+                return await self.space(layout, shard=one["shard"], tenant=one["tenant"])
+        raise ConfigError("space_id", f"there is no space {name}")
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener`, on the loop, with every later event; returns how to end it."""
@@ -538,28 +564,40 @@ class AsyncSpace(SlotPlaces):
         tokens: Tokens | None = None,
         chain: bytes | None = None,
         cold_deadline: float | None = None,
+        start: ChainPlace | None = CHAIN_START,
     ) -> Lease:
         """See `HostSpace.match`."""
         names = self._asks.hashes(hashes, tokens, chain)
-        return await self._connection.ask(self._asks.match(names, cold_deadline))
+        return await self._connection.ask(self._asks.match(names, cold_deadline, start))
 
-    async def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
+    async def load(
+        self, hashes: Sequence[bytes], deadline: float, *, start: ChainPlace | None = CHAIN_START
+    ) -> Lease:
         """See `HostSpace.load`."""
-        return await self._connection.ask(self._asks.load(hashes, deadline))
+        return await self._connection.ask(self._asks.load(hashes, deadline, start))
 
     async def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """See `HostSpace.lease`."""
         return await self._connection.ask(self._asks.lease(slots, generations))
 
-    async def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+    async def reserve(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> Reservation:
         """See `HostSpace.reserve`."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        return await self._connection.ask(self._asks.reserve(hashes, expect_seconds("wait", wait)))
+        return await self._connection.ask(self._asks.reserve(hashes, expect_seconds("wait", wait), lineage))
 
-    async def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+    async def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: npt.NDArray[np.uint8],
+        *,
+        wait: float = 0.0,
+        lineage: Lineage | None = None,
+    ) -> int:
         """See `HostSpace.put`."""
         self.check_blocks(blocks, len(expect_byte_strings("hashes", hashes, HASH_BYTES)))
-        with await self.reserve(hashes, wait=wait) as reservation:
+        with await self.reserve(hashes, wait=wait, lineage=lineage) as reservation:
             kept = self.write_blocks(reservation, blocks)
             reservation.commit()
         await self.committed()
@@ -568,7 +606,7 @@ class AsyncSpace(SlotPlaces):
     async def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
         """See `HostSpace.get`."""
         self.check_out(out, len(expect_byte_strings("hashes", hashes, HASH_BYTES)))
-        with await self.match(hashes) as lease:
+        with await self.match(hashes, start=None) as lease:
             return self.read_blocks(lease, out)
 
     async def pin(self, hashes: Sequence[bytes], *, ttl: float | None = None) -> int:
@@ -586,6 +624,10 @@ class AsyncSpace(SlotPlaces):
     async def evict(self, count: int) -> int:
         """See `HostSpace.evict`."""
         return await self._connection.ask(self._asks.evict(count))
+
+    async def demote(self, hashes: Sequence[bytes], *, deadline: float = 30.0) -> int:
+        """See `HostSpace.demote`. For operators: a token of tenants is refused."""
+        return await self._connection.ask(self._asks.demote(hashes, deadline))
 
     async def purge(self, hashes: Sequence[bytes], *, note: bytes = b"", deadline: float = 30.0) -> Purged:
         """See `RemoteSpace.purge`."""
@@ -685,26 +727,38 @@ class AsyncInlineSpace(AsyncSpace):
         tokens: Tokens | None = None,
         chain: bytes | None = None,
         cold_deadline: float | None = None,
+        start: ChainPlace | None = CHAIN_START,
     ) -> CopiedLease:
         """See `InlineSpace.match`."""
         names = self._asks.hashes(hashes, tokens, chain)
-        return await self._drive(self._inline.match(names, cold_deadline))
+        return await self._drive(self._inline.match(names, cold_deadline, start))
 
-    async def load(self, hashes: Sequence[bytes], deadline: float) -> CopiedLease:
+    async def load(
+        self, hashes: Sequence[bytes], deadline: float, *, start: ChainPlace | None = CHAIN_START
+    ) -> CopiedLease:
         """See `InlineSpace.load`."""
-        return await self._drive(self._inline.load(hashes, deadline))
+        return await self._drive(self._inline.load(hashes, deadline, start))
 
-    async def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> BufferedReservation:
+    async def reserve(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> BufferedReservation:
         """See `InlineSpace.reserve_named`."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        return await self._drive(self._inline.reserve(hashes, expect_seconds("wait", wait)))
+        return await self._drive(self._inline.reserve(hashes, expect_seconds("wait", wait), lineage))
 
-    async def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+    async def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: npt.NDArray[np.uint8],
+        *,
+        wait: float = 0.0,
+        lineage: Lineage | None = None,
+    ) -> int:
         """See `InlineSpace.put`."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         wait = expect_seconds("wait", wait)
         self.check_blocks(blocks, len(hashes))
-        return await self._drive(self._inline.store(hashes, blocks, wait, self._start))
+        return await self._drive(self._inline.store(hashes, blocks, wait, lineage, self._start))
 
     async def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
         """See `InlineSpace.get`."""

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any, Final, Protocol
 
 from ..kvstore.control import CommandKind, EngineReport
-from ..tiers.errors import CommandError
+from ..tiers.errors import CommandError, ConfigError
 from ..tiers.settings import expect_choice, expect_text
 from .messages import Command, CommandDone, CommandGiven, Report
 
@@ -30,6 +30,10 @@ class Engine(Protocol):
 
     def send_notice(self, message: CommandGiven) -> None:
         """Send it; where it cannot be sent, the connection is about to end."""
+        ...
+
+    def finish(self) -> None:
+        """End the connection once the client has read its replies, or does not in a while."""
         ...
 
 
@@ -51,6 +55,7 @@ class _Known:
     """What is known of a connected client.
 
     Attributes:
+        id: what operators call it, for as long as it is connected; nobody else's before or after.
         name: what an operator knows it by.
         about: further facts for operators, as of now.
         report: the last one, and
@@ -58,6 +63,7 @@ class _Known:
         given: commands that it has not answered.
     """
 
+    id: int
     name: Callable[[], str]
     about: Callable[[], dict[str, Any]]
     report: Report | None = None
@@ -70,11 +76,12 @@ class Engines:
 
     def __init__(self) -> None:
         self._known: dict[Engine, _Known] = {}
+        self._ids = count(1)
         self._numbers = count(1)
 
     def come(self, engine: Engine, name: Callable[[], str], about: Callable[[], dict[str, Any]]) -> None:
         """A client is there."""
-        self._known[engine] = _Known(name, about)
+        self._known[engine] = _Known(next(self._ids), name, about)
 
     def go(self, engine: Engine) -> None:
         """It is gone, its report with it, and what it was asked fails."""
@@ -100,15 +107,26 @@ class Engines:
         known.report, known.at = report, time.monotonic()
 
     def listed(self) -> dict[str, Any]:
-        """All clients, by numbers, for operators."""
+        """All clients, by their ids, for operators."""
         now = time.monotonic()
         found: dict[str, Any] = {}
-        for at, known in enumerate(self._known.values()):
-            one: dict[str, Any] = {"name": known.name(), **known.about()}
+        for known in self._known.values():
+            one: dict[str, Any] = {"id": known.id, "name": known.name(), **known.about()}
             if known.report is not None:
                 one["report"] = {**vars(known.report), "age": now - known.at}
-            found[str(at)] = one
+            found[str(known.id)] = one
         return found
+
+    def find(self, client: int) -> Engine:
+        """The client of an id.
+
+        Raises:
+            ConfigError: none that is connected has it.
+        """
+        for engine, known in self._known.items():
+            if known.id == client:
+                return engine
+        raise ConfigError("client", f"no client that is connected has the id {client}")
 
     def give(self, asked: Command, seconds: float) -> Callable[[], CommandDone]:
         """Hand a command to the engine that holds the session; returns what waits for its answer.

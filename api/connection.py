@@ -19,8 +19,9 @@ from functools import partial
 from typing import Any, Final, cast
 
 from ..tiers.errors import ClosedError, KVPagerError, ProtocolError, ServiceUnavailableError
-from .answers import Answers, Job, Service, request_bytes
+from .answers import Answers, request_bytes
 from .messages import CommandGiven, Message
+from .service import Job, Service
 from .wire import Failure, Frame, FrameReader, Notice, Reply, Request, encode_parts
 
 __all__ = ["Connection", "Limits", "Threads"]

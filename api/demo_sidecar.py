@@ -98,7 +98,7 @@ def _sidecar(interruptions: Interruptions, settings: Settings, socket: str | Non
 
 def _start(place: str, cold: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-P", "-m", "kvpager", "serve", "--socket", place, "--arena", "memory"]
-    command += ["--host-bytes", str(min(_HOST_BYTES, usual_bytes(None)))]
+    command += ["--host-bytes", str(min(_HOST_BYTES, usual_bytes(None))), "--admin", "off"]
     # Nobody stops it where this process is killed.
     command += ["--with-process", str(os.getpid())]
     if "://" not in cold:

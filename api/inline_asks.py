@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..kvstore.handles import Reservation, ReserveStatus
 from ..kvstore.hashing import HASH_BYTES
+from ..kvstore.lineage import ChainPlace, Lineage
 from ..tiers.errors import ProtocolError
 from .client_calls import Ask, expect
 from .client_core import FRAME_ROOM, ClientCore
@@ -66,14 +67,16 @@ class InlineAsks:
         self._give_up = give_up
         self._size = space.layout.block_bytes
 
-    def match(self, names: Sequence[bytes], cold_deadline: float | None) -> Steps[CopiedLease]:
+    def match(
+        self, names: Sequence[bytes], cold_deadline: float | None, start: ChainPlace | None
+    ) -> Steps[CopiedLease]:
         """Lease the leading blocks that are resident, and copy them here."""
-        (lease,) = yield [self._asks.match(names, cold_deadline)]
+        (lease,) = yield [self._asks.match(names, cold_deadline, start)]
         return (yield from self._copied(lease, names))
 
-    def load(self, names: Sequence[bytes], deadline: float) -> Steps[CopiedLease]:
+    def load(self, names: Sequence[bytes], deadline: float, start: ChainPlace | None) -> Steps[CopiedLease]:
         """Bring blocks up from the cold tier, lease the leading ones that are there, and copy them here."""
-        (lease,) = yield [self._asks.load(names, deadline)]
+        (lease,) = yield [self._asks.load(names, deadline, start)]
         return (yield from self._copied(lease, names))
 
     def fetch(self, names: Sequence[bytes], out: npt.NDArray[np.uint8]) -> Steps[int]:
@@ -90,9 +93,11 @@ class InlineAsks:
                     return done
         return done
 
-    def reserve(self, names: Sequence[bytes], wait: float) -> Steps[BufferedReservation]:
+    def reserve(
+        self, names: Sequence[bytes], wait: float, lineage: Lineage | None
+    ) -> Steps[BufferedReservation]:
         """Slots for blocks, and a buffer to write them into."""
-        (got,) = yield [self._asks.reserve(names, wait)]
+        (got,) = yield [self._asks.reserve(names, wait, lineage)]
         return BufferedReservation(
             self._owner, got.hashes, got.status, got.slots, got.generations, self._size
         )
@@ -139,6 +144,7 @@ class InlineAsks:
         names: Sequence[bytes],
         blocks: npt.NDArray[np.uint8],
         wait: float,
+        lineage: Lineage | None,
         start: Callable[[Handles], tuple[Handles, int]],
     ) -> Steps[int]:
         """Store blocks, uint8 [n, block_bytes]: those that the sidecar does not have are sent.
@@ -146,7 +152,7 @@ class InlineAsks:
         Returns:
             how many it has now, or somebody else was writing.
         """
-        (reservation,) = yield [self._asks.reserve(names, wait)]
+        (reservation,) = yield [self._asks.reserve(names, wait, lineage)]
         new = reservation.take()
         others = int(np.count_nonzero((reservation.status != _DENIED) & (reservation.status != _NEW)))
         kept, _ = yield from self.put(reservation, new, blocks, new, start)

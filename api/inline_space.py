@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
+from ..kvstore.lineage import CHAIN_START, ChainPlace, Lineage
 from ..kvstore.policy import Ids
 from ..tiers.settings import expect_byte_strings, expect_seconds
 from .client_space import ClientSpace, not_here
@@ -63,25 +64,37 @@ class InlineSpace(RemoteSpace):
         tokens: Tokens | None = None,
         chain: bytes | None = None,
         cold_deadline: float | None = None,
+        start: ChainPlace | None = CHAIN_START,
     ) -> CopiedLease:
         """Lease the leading blocks that are resident, and copy them here. See `HostSpace.match`."""
         names = self._asks.hashes(hashes, tokens, chain)
-        return self._drive(self._inline.match(names, cold_deadline))
+        return self._drive(self._inline.match(names, cold_deadline, start))
 
-    def load(self, hashes: Sequence[bytes], deadline: float) -> CopiedLease:
+    def load(
+        self, hashes: Sequence[bytes], deadline: float, *, start: ChainPlace | None = CHAIN_START
+    ) -> CopiedLease:
         """Bring blocks up from the cold tier, lease the leading ones that are there, and copy them here."""
-        return self._drive(self._inline.load(hashes, deadline))
+        return self._drive(self._inline.load(hashes, deadline, start))
 
-    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> BufferedReservation:
+    def reserve_named(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> BufferedReservation:
         """A buffer for blocks, for those that the sidecar has room for. See `HostSpace.reserve`."""
-        return self._drive(self._inline.reserve(hashes, wait))
+        return self._drive(self._inline.reserve(hashes, wait, lineage))
 
-    def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+    def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: npt.NDArray[np.uint8],
+        *,
+        wait: float = 0.0,
+        lineage: Lineage | None = None,
+    ) -> int:
         """Send blocks. See `HostSpace.put`; what the sidecar has already is not sent."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         wait = expect_seconds("wait", wait)
         self.check_blocks(blocks, len(hashes))
-        return self._drive(self._inline.store(hashes, blocks, wait, self._start))
+        return self._drive(self._inline.store(hashes, blocks, wait, lineage, self._start))
 
     def get(self, hashes: Sequence[bytes], out: npt.NDArray[np.uint8]) -> int:
         """Fetch the leading resident blocks. See `HostSpace.get`."""

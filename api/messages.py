@@ -9,7 +9,7 @@ it, and none is taken away or changed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Final, TypeAlias, TypeVar, get_type_hints
 
 import numpy as np
@@ -70,6 +70,7 @@ __all__ = [
     "Welcome",
     "fields_of",
     "message_of",
+    "tagged",
 ]
 
 Hashes: TypeAlias = tuple[bytes, ...]
@@ -165,6 +166,10 @@ _CODECS: Final[dict[Any, _Codec]] = {
 }
 
 
+def _nothing() -> Ids:
+    return np.empty(0, dtype=np.int32)
+
+
 def _codec_of(hint: Any) -> _Codec:
     return _CODECS[hint]
 
@@ -183,7 +188,7 @@ _least: dict[type[Message], int] = {}
 """Fields that a message must have: those that came later have defaults."""
 
 
-def _message(tag: int) -> Callable[[_M], _M]:
+def tagged(tag: int) -> Callable[[_M], _M]:
     """Give a message its tag, and find out how its fields travel."""
 
     def register(kind: _M) -> _M:
@@ -191,18 +196,22 @@ def _message(tag: int) -> Callable[[_M], _M]:
             raise TypeError(f"tag {tag} is {_messages[tag].__name__}'s")
         kind.TAG = tag
         hints = get_type_hints(kind)
-        codecs = [_codec_of(hints[field.name]) for field in fields(kind)]  # type: ignore[arg-type]
+        codecs = [_codec_of(hints[one.name]) for one in fields(kind)]  # type: ignore[arg-type]
         _packs[kind] = tuple(codec.pack for codec in codecs)
         _unpacks[kind] = tuple(codec.unpack for codec in codecs)
-        given = [field for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]
-        _least[kind] = len(given)
+        needed = [
+            one
+            for one in fields(kind)  # type: ignore[arg-type]
+            if one.default is MISSING and one.default_factory is MISSING
+        ]
+        _least[kind] = len(needed)
         _messages[tag] = kind
         return kind
 
     return register
 
 
-@_message(1)
+@tagged(1)
 @dataclass(frozen=True)
 class Hello(Message):
     """The first request of a client.
@@ -228,7 +237,7 @@ class Hello(Message):
     client: bytes = bytes(16)
 
 
-@_message(2)
+@tagged(2)
 @dataclass(frozen=True)
 class Welcome(Message):
     """The reply to `Hello`.
@@ -249,13 +258,13 @@ class Welcome(Message):
     max_frame: int
 
 
-@_message(3)
+@tagged(3)
 @dataclass(frozen=True)
 class Done(Message):
     """The reply to what has nothing to tell."""
 
 
-@_message(4)
+@tagged(4)
 @dataclass(frozen=True)
 class Count(Message):
     """The reply of how many."""
@@ -263,7 +272,7 @@ class Count(Message):
     count: int
 
 
-@_message(10)
+@tagged(10)
 @dataclass(frozen=True)
 class OpenSpace(Message):
     """Open the space of a layout and shard; `KVLayout` says what the first nine are, window 0 being none.
@@ -286,7 +295,7 @@ class OpenSpace(Message):
     tenant: str
 
 
-@_message(11)
+@tagged(11)
 @dataclass(frozen=True)
 class SpaceOpened(Message):
     """The reply to `OpenSpace`.
@@ -305,21 +314,25 @@ class SpaceOpened(Message):
     slots_per_extent: int
 
 
-@_message(12)
+@tagged(12)
 @dataclass(frozen=True)
 class Match(Message):
     """Lease the leading blocks of `hashes` that are resident, and count what follows in the cold tier.
 
     Args:
         deadline: seconds that the cold tier may be asked for; 0: not at all.
+        before: hash of the block before the first one in its chain; zeros: none, or not known.
+        depth: 1-based index of the first one in its chain, which the others follow; 0: not known.
     """
 
     space: int
     hashes: Hashes
     deadline: float
+    before: bytes = bytes(HASH_BYTES)
+    depth: int = 0
 
 
-@_message(13)
+@tagged(13)
 @dataclass(frozen=True)
 class Leased(Message):
     """Leased slots in the order of their hashes, and how many further blocks the cold tier has.
@@ -334,21 +347,24 @@ class Leased(Message):
     loaded: int = 0
 
 
-@_message(14)
+@tagged(14)
 @dataclass(frozen=True)
 class Load(Message):
     """Bring what the cold tier has of `hashes` to host memory; lease the leading blocks that are there.
 
     Args:
         deadline: seconds; what has not come by then is not leased.
+        before, depth: as of `Match`.
     """
 
     space: int
     hashes: Hashes
     deadline: float
+    before: bytes = bytes(HASH_BYTES)
+    depth: int = 0
 
 
-@_message(15)
+@tagged(15)
 @dataclass(frozen=True)
 class LeaseSlots(Message):
     """Lease slots that were remembered; answered by `Marks`, false where a slot was granted again since."""
@@ -358,7 +374,7 @@ class LeaseSlots(Message):
     generations: Generations
 
 
-@_message(16)
+@tagged(16)
 @dataclass(frozen=True)
 class Marks(Message):
     """One byte for each of what was asked for, 1 or 0."""
@@ -366,7 +382,7 @@ class Marks(Message):
     flags: Flags
 
 
-@_message(17)
+@tagged(17)
 @dataclass(frozen=True)
 class Release(Message):
     """End leases."""
@@ -376,21 +392,25 @@ class Release(Message):
     generations: Generations
 
 
-@_message(18)
+@tagged(18)
 @dataclass(frozen=True)
 class Reserve(Message):
     """Ask for slots to write blocks into.
 
     Args:
         wait: seconds to wait for room.
+        parents: for each hash that of the block before it in its chain; zeros: none, or not known.
+        depths: for each its 1-based index in its chain; 0: not known. Both empty: nothing is known.
     """
 
     space: int
     hashes: Hashes
     wait: float
+    parents: Hashes = ()
+    depths: Ids = field(default_factory=_nothing)
 
 
-@_message(19)
+@tagged(19)
 @dataclass(frozen=True)
 class Reserved(Message):
     """The reply to `Reserve`, for each hash: its `ReserveStatus`, slot and generation."""
@@ -400,7 +420,7 @@ class Reserved(Message):
     generations: Generations
 
 
-@_message(20)
+@tagged(20)
 @dataclass(frozen=True)
 class Commit(Message):
     """Reserved slots are written: let them be found."""
@@ -410,7 +430,7 @@ class Commit(Message):
     generations: Generations
 
 
-@_message(21)
+@tagged(21)
 @dataclass(frozen=True)
 class Abort(Message):
     """Reserved slots will not be written."""
@@ -420,7 +440,7 @@ class Abort(Message):
     generations: Generations
 
 
-@_message(22)
+@tagged(22)
 @dataclass(frozen=True)
 class Pin(Message):
     """Keep resident blocks from eviction; answered by how many are.
@@ -434,7 +454,7 @@ class Pin(Message):
     ttl: float = 0.0
 
 
-@_message(23)
+@tagged(23)
 @dataclass(frozen=True)
 class Unpin(Message):
     """Let pinned blocks be evicted again; answered by how many were pinned."""
@@ -443,7 +463,7 @@ class Unpin(Message):
     hashes: Hashes
 
 
-@_message(24)
+@tagged(24)
 @dataclass(frozen=True)
 class Evict(Message):
     """Let go of up to so many blocks, coldest first; answered by how many went."""
@@ -452,7 +472,7 @@ class Evict(Message):
     count: int
 
 
-@_message(25)
+@tagged(25)
 @dataclass(frozen=True)
 class PutNote(Message):
     """Keep a small record in the cold tier; answered by a count of 1 where it was kept."""
@@ -463,7 +483,7 @@ class PutNote(Message):
     deadline: float
 
 
-@_message(26)
+@tagged(26)
 @dataclass(frozen=True)
 class GetNote(Message):
     """Ask for a small record."""
@@ -473,7 +493,7 @@ class GetNote(Message):
     deadline: float
 
 
-@_message(27)
+@tagged(27)
 @dataclass(frozen=True)
 class Note(Message):
     """The reply to `GetNote`."""
@@ -482,18 +502,25 @@ class Note(Message):
     value: bytes
 
 
-@_message(28)
+@tagged(28)
 @dataclass(frozen=True)
 class Put(Message):
-    """Store blocks whose bytes come with the frame, one after the other; answered by how many were stored."""
+    """Store blocks whose bytes come with the frame, one after the other; answered by how many were stored.
+
+    Args:
+        wait: seconds to wait for room.
+        parents, depths: as of `Reserve`.
+    """
 
     space: int
     hashes: Hashes
     data: bytes
     wait: float
+    parents: Hashes = ()
+    depths: Ids = field(default_factory=_nothing)
 
 
-@_message(29)
+@tagged(29)
 @dataclass(frozen=True)
 class Get(Message):
     """Ask for the bytes of the leading resident blocks."""
@@ -502,7 +529,7 @@ class Get(Message):
     hashes: Hashes
 
 
-@_message(30)
+@tagged(30)
 @dataclass(frozen=True)
 class Blocks(Message):
     """The bytes of blocks, one after the other."""
@@ -510,13 +537,13 @@ class Blocks(Message):
     data: bytes
 
 
-@_message(31)
+@tagged(31)
 @dataclass(frozen=True)
 class GetStats(Message):
     """Ask for the counters."""
 
 
-@_message(32)
+@tagged(32)
 @dataclass(frozen=True)
 class Stats(Message):
     """The reply to `GetStats`: numbers, strings, and maps of these."""
@@ -524,7 +551,7 @@ class Stats(Message):
     values: dict[str, Any]
 
 
-@_message(33)
+@tagged(33)
 @dataclass(frozen=True)
 class Subscribe(Message):
     """Have `Event` sent for every change from here on, or no more."""
@@ -532,7 +559,7 @@ class Subscribe(Message):
     on: bool
 
 
-@_message(34)
+@tagged(34)
 @dataclass(frozen=True)
 class Event(Message):
     """A notice: blocks came into a tier or left it; the fields are those of `BlockEvent`.
@@ -548,7 +575,7 @@ class Event(Message):
     lost: int
 
 
-@_message(35)
+@tagged(35)
 @dataclass(frozen=True)
 class Flush(Message):
     """Write what the cold tier has no copy of; answered by how many blocks still have none.
@@ -560,7 +587,7 @@ class Flush(Message):
     deadline: float
 
 
-@_message(36)
+@tagged(36)
 @dataclass(frozen=True)
 class Reassert(Message):
     """What this client holds in a space: sent after it connected again, before anything else about the space.
@@ -579,7 +606,7 @@ class Reassert(Message):
     counts: Ids
 
 
-@_message(40)
+@tagged(40)
 @dataclass(frozen=True)
 class Purge(Message):
     """Have blocks of a space, and a note of it, be gone from host memory and the cold tier.
@@ -595,7 +622,7 @@ class Purge(Message):
     deadline: float
 
 
-@_message(41)
+@tagged(41)
 @dataclass(frozen=True)
 class PurgeTenant(Message):
     """Have everything of a tenant be gone: in all spaces that the sidecar knows of it, blocks and notes.
@@ -608,7 +635,7 @@ class PurgeTenant(Message):
     deadline: float
 
 
-@_message(42)
+@tagged(42)
 @dataclass(frozen=True)
 class Purged(Message):
     """The reply to `Purge` and `PurgeTenant`: what is gone, and what is not yet.
@@ -632,7 +659,7 @@ class Purged(Message):
     left: dict[str, Any]
 
 
-@_message(43)
+@tagged(43)
 @dataclass(frozen=True)
 class Hint(Message):
     """Advice: blocks will be wanted soon, or not again; answered by how many it is tried for."""
@@ -642,7 +669,7 @@ class Hint(Message):
     wanted: bool
 
 
-@_message(44)
+@tagged(44)
 @dataclass(frozen=True)
 class Report(Message):
     """How an engine is; the fields are those of `EngineReport`. The last one is kept until it disconnects."""
@@ -655,21 +682,21 @@ class Report(Message):
     from_device: float
 
 
-@_message(45)
+@tagged(45)
 @dataclass(frozen=True)
 class GetClients(Message):
     """Ask who is connected, and what each reported last."""
 
 
-@_message(46)
+@tagged(46)
 @dataclass(frozen=True)
 class Clients(Message):
-    """The reply to `GetClients`: a map for each client."""
+    """The reply to `GetClients`: a map for each client, by its id."""
 
     values: dict[str, Any]
 
 
-@_message(47)
+@tagged(47)
 @dataclass(frozen=True)
 class Command(Message):
     """Have the engine that holds a session do something with it; answered by its `CommandDone`.
@@ -687,7 +714,7 @@ class Command(Message):
     deadline: float
 
 
-@_message(48)
+@tagged(48)
 @dataclass(frozen=True)
 class CommandGiven(Message):
     """A notice to an engine that reported the session; it answers with `CommandDone`.
@@ -704,7 +731,7 @@ class CommandGiven(Message):
     deadline: float
 
 
-@_message(49)
+@tagged(49)
 @dataclass(frozen=True)
 class CommandDone(Message):
     """What became of a command: from the engine to the sidecar, and as the reply to who asked.
@@ -719,7 +746,7 @@ class CommandDone(Message):
     problem: str
 
 
-@_message(50)
+@tagged(50)
 @dataclass(frozen=True)
 class MayHaveRoom(Message):
     """Ask whether waiting for slots may help, where none can be had; answered by a count, 1: it may, or 0.

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
+from ..kvstore.lineage import CHAIN_START, ChainPlace, Lineage
 from ..kvstore.policy import Ids
 from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotSpace
@@ -187,10 +188,11 @@ class RemoteSpace(SlotSpace):
         tokens: Tokens | None = None,
         chain: bytes | None = None,
         cold_deadline: float | None = None,
+        start: ChainPlace | None = CHAIN_START,
     ) -> Lease:
         """Lease the leading blocks that are resident. See `HostSpace.match`."""
         names = self._asks.hashes(hashes, tokens, chain)
-        return self._shell.ask(self._asks.match(names, cold_deadline))
+        return self._shell.ask(self._asks.match(names, cold_deadline, start))
 
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once. See `HostSpace.lease`."""
@@ -203,14 +205,18 @@ class RemoteSpace(SlotSpace):
         """End leases. Does not wait: what cannot be said now is said by the next connection."""
         self._refused("release", self._shell.release(self._space, handles_of(slots, generations)))
 
-    def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+    def reserve(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> Reservation:
         """Slots to write blocks into. See `HostSpace.reserve`."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        return self.reserve_named(hashes, wait=expect_seconds("wait", wait))
+        return self.reserve_named(hashes, wait=expect_seconds("wait", wait), lineage=lineage)
 
-    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+    def reserve_named(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> Reservation:
         """`reserve` that trusts its arguments."""
-        return self._shell.ask(self._asks.reserve(hashes, wait))
+        return self._shell.ask(self._asks.reserve(hashes, wait, lineage))
 
     def commit(self, slots: Ids, generations: Generations, *, in_cold: bool = False) -> None:
         """Reserved slots are written: let them be found. Waits for the reply.
@@ -255,13 +261,19 @@ class RemoteSpace(SlotSpace):
         """
         return bool(self._shell.ask(self._asks.room_may_come(held))) or is_being_mapped(self._space)
 
-    def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
+    def load(
+        self, hashes: Sequence[bytes], deadline: float, *, start: ChainPlace | None = CHAIN_START
+    ) -> Lease:
         """Bring blocks up from the cold tier and lease the leading ones that are resident then."""
-        return self._shell.ask(self._asks.load(hashes, deadline))
+        return self._shell.ask(self._asks.load(hashes, deadline, start))
 
-    def start_load(self, hashes: Sequence[bytes]) -> RemoteLoad:
+    def start_load(self, hashes: Sequence[bytes], *, start: ChainPlace | None = CHAIN_START) -> RemoteLoad:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
-        return RemoteLoad(self._shell.begin(self._asks.load(hashes, _LOAD_SECONDS)))
+        return RemoteLoad(self._shell.begin(self._asks.load(hashes, _LOAD_SECONDS, start)))
+
+    def demote(self, hashes: Sequence[bytes], *, deadline: float = 30.0) -> int:
+        """See `HostSpace.demote`. For operators: a token of tenants is refused."""
+        return self._connection.ask(self._asks.demote(hashes, deadline))
 
     def purge(self, hashes: Sequence[bytes], *, note: bytes = b"", deadline: float = 30.0) -> Purged:
         """Have blocks, and a note, be gone from host memory and the cold tier. See `Connection.purge_tenant`.

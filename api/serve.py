@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -30,10 +29,12 @@ from typing import Any, Final
 from ..kvstore.host import HostStore
 from ..kvstore.tenants import check_quotas
 from ..tiers.arena_file import ArenaFile, default_arena_path
-from ..tiers.cold_url import open_cold_tier
 from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.memory import format_bytes, memory_headroom
 from ..tiers.settings import MOST_BYTES, expect_integer, expect_seconds, shown
+from .admin.address import DEFAULT_ADDRESS
+from .admin_child import AdminOptions, serve_admin
+from .cold_source import ColdSource
 from .listening import default_socket_path, refuse_if_taken
 from .processes import Interruptions
 from .remote_access import RemoteAccess, check_token, parse_address, read_tokens, server_tls
@@ -58,6 +59,7 @@ TOKEN_VARIABLE: Final = "KVPAGER_TOKEN"
 _COLD_SECRET: Final = "KVPAGER_COLD_SECRET"
 """The environment variable that holds the cold tier's secret where no file does."""
 _NO_FILE: Final = "memory"
+_NO_ADMIN: Final = "off"
 
 
 def parse_bytes(setting: str, text: str) -> int:
@@ -175,6 +177,22 @@ def add_parser(commands: Any) -> None:
         type=int,
         help="stop when this process is gone, however it ended (default: serve until it is asked to stop)",
     )
+    parser.add_argument(
+        "--admin",
+        metavar="HOST:PORT",
+        default=DEFAULT_ADDRESS,
+        help=f"where operators look and change things over HTTP; {_NO_ADMIN}: nowhere (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--admin-token-file",
+        metavar="FILE",
+        help="what operators say, in a file that only its owner can read; each line read:TOKEN or "
+        "operate:TOKEN (default: the socket's path with .admin.token, made at the first start)",
+    )
+    parser.add_argument("--admin-tls-cert", metavar="FILE", help="HTTPS: the certificate and its chain")
+    parser.add_argument(
+        "--admin-tls-key", metavar="FILE", help="the certificate's key, which only its owner can read"
+    )
     parser.add_argument("--quiet", action="store_true", help="say nothing unless something is wrong")
     parser.set_defaults(run=_run, settings=_settings)
 
@@ -200,8 +218,9 @@ def _run(options: argparse.Namespace) -> int:
     if cold_bytes is not None and options.cold is None:
         raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
     quotas = _quotas_of(options.quota)
-    secret = _cold_secret(options)
+    source = ColdSource(options.cold, _cold_secret(options))
     remote = _remote_of(options)
+    admin = _admin_of(options)
     if options.arena == _NO_FILE and (options.fresh or options.keep_arena):
         raise ConfigError("--arena", f"{_NO_FILE} is no file that could be left, or be there")
     path = default_socket_path(make=True) if options.socket is None else options.socket
@@ -218,9 +237,8 @@ def _run(options: argparse.Namespace) -> int:
         if options.with_process is not None:
             watched = _pidfd_of(options.with_process)
             stack.callback(os.close, watched)
-        cold = None
-        if options.cold is not None:
-            cold = open_cold_tier(options.cold, capacity_bytes=cold_bytes, secret=secret)
+        cold = source.open(cold_bytes)
+        if cold is not None:
             stack.callback(cold.close)
         refuse_if_taken(path)
         arena = None
@@ -230,7 +248,7 @@ def _run(options: argparse.Namespace) -> int:
                     default_arena_path(os.fspath(path)) if options.arena is None else options.arena,
                     fresh=options.fresh,
                     keep=options.keep_arena,
-                    cold=_cold_name(options.cold, secret),
+                    cold=source.name,
                 )
                 stack.callback(arena.close)
             # What ends it before it is stopped is no reason to lose blocks.
@@ -249,7 +267,7 @@ def _run(options: argparse.Namespace) -> int:
                     arena.remove()
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(host, path, uids, remote, drain, watched, say, leave))
+            runner.run(_serve(host, source, path, uids, remote, admin, drain, watched, say, leave))
         # Whoever still waits in a thread is woken by the store's end.
     say("stopped")
     return 0
@@ -297,13 +315,6 @@ def _cold_secret(options: argparse.Namespace) -> bytes | None:
     return os.environ.get(_COLD_SECRET, "").encode() or None
 
 
-def _cold_name(cold: str | None, secret: bytes | None) -> str:
-    """Names a cold tier and its key: what was written under another one is not found under this."""
-    if cold is None:
-        return ""
-    return cold if secret is None else f"{cold} {hashlib.blake2b(secret, digest_size=16).hexdigest()}"
-
-
 def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
     """Who may come in over TCP, if anybody may."""
     if options.listen is None:
@@ -334,6 +345,16 @@ def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
     return RemoteAccess(host, port, token, tls, options.insecure)
 
 
+def _admin_of(options: argparse.Namespace) -> AdminOptions | None:
+    """How operators are served, if they are."""
+    files = options.admin_token_file, options.admin_tls_cert, options.admin_tls_key
+    if options.admin != _NO_ADMIN:
+        return AdminOptions(options.admin, *files)
+    if any(files):
+        raise ConfigError("--admin", f"is {_NO_ADMIN}, and files are named for it")
+    return None
+
+
 def usual_bytes(arena: ArenaFile | None) -> int:
     """Host memory where nobody says how much: that of the arena that is there, or a share of what is free."""
     if arena is not None and arena.nbytes:
@@ -356,16 +377,18 @@ def usual_bytes(arena: ArenaFile | None) -> int:
 
 async def _serve(
     host: HostStore,
+    source: ColdSource,
     path: str | os.PathLike[str],
     uids: list[int],
     remote: RemoteAccess | None,
+    admin: AdminOptions | None,
     drain: float,
     watched: int | None,
     say: Callable[[str], None],
     leave: Callable[[], None],
 ) -> None:
     loop = asyncio.get_running_loop()
-    sidecar = Sidecar(host, path, allow_uids=uids, remote=remote)
+    sidecar = Sidecar(host, path, allow_uids=uids, remote=remote, cold=source)
     asked = asyncio.Event()
 
     def hear(number: signal.Signals) -> None:
@@ -395,7 +418,14 @@ async def _serve(
     if remote is not None:
         where += f" and on {remote.host}:{sidecar.port} ({'TLS' if remote.tls is not None else 'plain TCP'})"
     say(f"listening on {where}, {capacity} of host memory{_cold_words(host)}")
+    served = None
+    if admin is not None:
+        say(f"operators are served on {admin.address}")
+        served = loop.create_task(serve_admin(admin, os.path.abspath(path)))
     await asked.wait()
+    if served is not None:
+        served.cancel()
+        await asyncio.wait([served])
     if sidecar.reserved:
         say(f"waiting for commits of {sidecar.reserved} blocks")
     left = await sidecar.close(drain)

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import logging
 import os
-import secrets
 import socket
 import struct
 import time
@@ -34,8 +33,9 @@ from ..tiers.errors import (
     ServiceUnavailableError,
 )
 from ..tiers.settings import expect_integer, expect_seconds, expect_type
-from .answers import Answers, Service
+from .answers import Answers
 from .claims import HeldHandles
+from .cold_source import ColdSource
 from .connection import Connection, Limits, Threads
 from .groups import Group, Groups, peer_of
 from .listening import ListeningSocket
@@ -43,6 +43,7 @@ from .messages import Event, Hello, Welcome
 from .purges import Purges
 from .remote_access import RemoteAccess
 from .remote_door import RemoteDoor
+from .service import Service
 from .survivors import Survivors, restore_groups
 from .wire import MAGIC, MAX_FRAME, VERSION, Failure, Frame, FrameReader, Notice, Reply, Request, encode
 
@@ -90,6 +91,7 @@ class Sidecar:
         max_connections: clients at a time.
         limits: what one connection may have under way.
         remote: where clients come in over TCP, and which; None: nowhere.
+        cold: where the store's cold tier comes from, and another would; None: nobody needs to know.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range.
@@ -105,6 +107,7 @@ class Sidecar:
         max_connections: int = 256,
         limits: Limits | None = None,
         remote: RemoteAccess | None = None,
+        cold: ColdSource | None = None,
     ) -> None:
         self._host = expect_type("host", host, HostStore, "a HostStore")
         self._path = path
@@ -116,10 +119,10 @@ class Sidecar:
             None if remote is None else expect_type("remote", remote, RemoteAccess, "a RemoteAccess")
         )
         self._door: RemoteDoor | None = None
-        self._service = Service(host, max_frame)
+        source = ColdSource() if cold is None else expect_type("cold", cold, ColdSource, "a ColdSource")
+        self._service = Service(host, max_frame, source)
         self.counters = self._service.counters
-        self.boot_id = secrets.token_bytes(16)
-        """Others after each start."""
+        self.boot_id = self._service.boot_id
         self._connections: set[Connection] = set()
         self._greetings: set[asyncio.Task[None]] = set()
         self._subscribers: tuple[Connection, ...] = ()
@@ -207,7 +210,7 @@ class Sidecar:
         if self._listening is None or self._ended:
             return 0
         self._ended = True
-        self._service.draining = True
+        self._service.stopping = True
         left = 0
         try:
             end = self._loop.time() + drain

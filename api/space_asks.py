@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus, SlotOwner
 from ..kvstore.hashing import HASH_BYTES, Tokens, hash_blocks
+from ..kvstore.lineage import NO_PARENT, ChainPlace, Lineage, expect_lineage, expect_place
 from ..kvstore.policy import Ids
 from ..kvstore.session import SessionRecord
 from ..tiers.errors import ConfigError, ProtocolError
@@ -48,6 +49,7 @@ from .messages import (
     Reserved,
     Unpin,
 )
+from .operator_messages import Demote
 
 __all__ = ["LoadedLease", "SpaceAsks", "handles_of", "session_blocks"]
 
@@ -100,13 +102,16 @@ class SpaceAsks:
             raise ConfigError("hashes", "give these, or tokens and the root of their chain")
         return expect_byte_strings("hashes", hashes, HASH_BYTES)
 
-    def match(self, hashes: Sequence[bytes], cold_deadline: float | None) -> Ask[Lease]:
+    def match(
+        self, hashes: Sequence[bytes], cold_deadline: float | None, start: ChainPlace | None
+    ) -> Ask[Lease]:
         """Lease the leading blocks that are resident."""
         seconds = 0.0 if cold_deadline is None else expect_seconds("cold_deadline", cold_deadline)
         names = tuple(hashes)
+        place = _place(start)
         return Ask(
             self._space,
-            lambda number: Match(number, names, seconds),
+            lambda number: Match(number, names, seconds, *place),
             lambda reply: self._leased(reply, len(names)),
             self._no_lease,
             seconds,
@@ -114,13 +119,14 @@ class SpaceAsks:
             lenient=self._lenient,
         )
 
-    def load(self, hashes: Sequence[bytes], deadline: float) -> Ask[LoadedLease]:
+    def load(self, hashes: Sequence[bytes], deadline: float, start: ChainPlace | None) -> Ask[LoadedLease]:
         """Bring blocks up from the cold tier, and lease the leading ones that are there."""
         names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
         seconds = expect_seconds("deadline", deadline)
+        place = _place(start)
         return Ask(
             self._space,
-            lambda number: Load(number, names, seconds),
+            lambda number: Load(number, names, seconds, *place),
             lambda reply: self._leased(reply, len(names)),
             self._no_lease,
             seconds,
@@ -150,9 +156,11 @@ class SpaceAsks:
             lenient=self._lenient,
         )
 
-    def reserve(self, hashes: Sequence[bytes], wait: float) -> Ask[Reservation]:
+    def reserve(self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None) -> Ask[Reservation]:
         """Ask for slots to write blocks into."""
         names = tuple(hashes)
+        known = expect_lineage(lineage, len(names))
+        told = () if known is None else (tuple(known.parents), known.depths)
 
         def convert(reply: Message) -> Reservation:
             got = expect(reply, Reserved)
@@ -175,7 +183,7 @@ class SpaceAsks:
 
         return Ask(
             self._space,
-            lambda number: Reserve(number, names, wait),
+            lambda number: Reserve(number, names, wait, *told),
             convert,
             instead,
             wait,
@@ -199,6 +207,19 @@ class SpaceAsks:
         """Let pinned blocks be evicted again."""
         names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
         return self._counted(lambda number: Unpin(number, names))
+
+    def demote(self, hashes: Sequence[bytes], deadline: float) -> Ask[int]:
+        """Have blocks be in the cold tier alone."""
+        names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
+        seconds = expect_seconds("deadline", deadline)
+        return Ask(
+            self._space,
+            lambda number: Demote(number, names, seconds),
+            lambda reply: expect(reply, Count).count,
+            lambda: 0,
+            seconds,
+            required=True,
+        )
 
     def evict(self, count: int) -> Ask[int]:
         """Let go of blocks, coldest first."""
@@ -288,6 +309,12 @@ class SpaceAsks:
         self._space.held.make_room(handles.slots)
         if not self._space.held.fits(handles):
             raise ProtocolError("the sidecar names slots that the space does not have")
+
+
+def _place(start: ChainPlace | None) -> tuple[bytes, int]:
+    """How it travels where a chain's blocks begin."""
+    known = expect_place(start)
+    return (NO_PARENT, 0) if known is None else (known.before, known.depth)
 
 
 def session_blocks(note: bytes | None, layout: KVLayout) -> list[bytes]:

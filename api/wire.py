@@ -20,6 +20,7 @@ import numpy as np
 
 from ..tiers import errors
 from ..tiers.errors import KVPagerError, ProtocolError
+from . import operator_messages as operator_messages  # so that its messages have their tags
 from .messages import Message, fields_of, message_of
 
 __all__ = [

@@ -376,7 +376,7 @@ def throw_away(listening: socket.socket) -> None:
 
 
 def start(path: Path, *more: str, nbytes: int = ARENA_BYTES) -> subprocess.Popen[bytes]:
-    settings = "--quiet", "--socket", str(path), "--host-bytes", str(nbytes), *more
+    settings = "--quiet", "--admin", "off", "--socket", str(path), "--host-bytes", str(nbytes), *more
     return subprocess.Popen(
         [sys.executable, "-m", "kvpager.api.cli", "serve", *settings],
         env={**os.environ, "PYTHONSAFEPATH": "1", "KVPAGER_TOKEN": TOKEN},

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..tiers.address import FAR
 from .device import DeviceTier
 from .far import FarBlocks
+from .lineage import ChainPlace, Lineage
 from .policy import Ids
 from .session import Places
 from .tables import BlockTable, Words
@@ -100,23 +101,23 @@ class Attacher:
                 count += len(near)
                 if count == len(names):
                     return
-            far = self._find_far(row, count, names[count:], 0.0)
+            far = self._find_far(row, names, count, 0.0)
             found.host += far
             if not far and cold_deadline > 0 and (left := end - time.monotonic()) > 0:
                 # Not further than to what is near: that may be on its way to host memory by this very thread.
                 stop = next((at for at in range(count, len(names)) if names[at] in pool.index), None)
-                far = self._find_far(row, count, names[count:stop], left)
+                far = self._find_far(row, names[:stop], count, left)
                 found.cold += far
             if not far:
                 return
             count += far
 
-    def _find_far(self, row: int, column: int, names: Sequence[bytes], cold_deadline: float) -> int:
-        """Attach leading blocks in host memory (or bring them there); returns how many."""
+    def _find_far(self, row: int, names: Sequence[bytes], column: int, cold_deadline: float) -> int:
+        """Attach the leading blocks from a column on in host memory (or bring them there); how many."""
         if self._far is None:
             return 0
         far = self._far
-        lease = far.find(row, names, cold_deadline)
+        lease = far.find(row, names[column:], ChainPlace.at(names, column), cold_deadline)
         written = 0
         try:
             written = self._write_far(far, row, column, lease.slots, names)
@@ -128,6 +129,10 @@ class Attacher:
         """Write words of slots that the row holds; returns how many. The rest are left to the caller.
 
         Blocks that the device cannot read in place yet are copied to it, as far as it has room.
+
+        Args:
+            column: of the first slot.
+            names: of the row's blocks from the first column on.
         """
         if not len(slots):
             return 0
@@ -141,13 +146,19 @@ class Attacher:
                 stop = int(moving[room])
                 slots, in_place, moving = slots[:stop], in_place[:stop], moving[:room]
             words = far.words(slots)
-            words[moving] = self._copy_up(far, slots[moving], [names[at] for at in moving.tolist()])
+            words[moving] = self._copy_up(far, slots[moving], names, column + moving)
             far.end(row, slots[moving])
         self._table.set(row, column, words)
         return len(slots)
 
-    def _copy_up(self, far: FarBlocks, slots: Ids, names: Sequence[bytes]) -> Words:
-        """The words of device blocks that slots were copied to, for others to find too."""
+    def _copy_up(
+        self, far: FarBlocks, slots: Ids, names: Sequence[bytes], columns: npt.NDArray[np.int64]
+    ) -> Words:
+        """The words of device blocks that slots were copied to, for others to find too.
+
+        Args:
+            names: of a row's blocks, of which these are at `columns`, int64 [n].
+        """
         blocks = self._device.allocate(len(slots))
         words = self._device.arena.addresses(blocks)
         try:
@@ -155,7 +166,9 @@ class Attacher:
         except BaseException:
             self._device.pool.drop(blocks)
             raise
-        self._device.promoted(blocks, slots, far.generations(slots), names)
+        own = [names[at] for at in columns.tolist()]
+        lineage = Lineage.in_chain(names, columns)
+        self._device.promoted(blocks, slots, far.generations(slots), own, lineage)
         return words
 
     # By remembered place
@@ -197,7 +210,7 @@ class Attacher:
                     self._table.set(row, first, self._device.arena.addresses(blocks[first:last]))
                     written = last
                 elif far is not None:
-                    written += self._write_far(far, row, first, slots[first:last], names[first:last])
+                    written += self._write_far(far, row, first, slots[first:last], names)
                 if written < last:
                     break
         finally:

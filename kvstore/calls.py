@@ -16,6 +16,7 @@ from .control import CommandKind, EngineReport
 from .events import Listener
 from .handles import Generations, Lease, Reservation, SlotOwner
 from .hashing import Tokens
+from .lineage import CHAIN_START, ChainPlace, Lineage
 from .policy import Ids
 
 __all__ = ["ControlCalls", "EngineCommand", "HostCalls", "LoadCalls", "LostListener", "SpaceCalls"]
@@ -96,23 +97,38 @@ class SpaceCalls(SlotOwner, Protocol):
         tokens: Tokens | None = None,
         chain: bytes | None = None,
         cold_deadline: float | None = None,
+        start: ChainPlace | None = CHAIN_START,
     ) -> Lease:
-        """Lease the leading blocks that are resident; with `cold_deadline` count what cold has after them."""
+        """Lease the leading blocks that are resident; with `cold_deadline` count what cold has after them.
+
+        `start`: where in their chain they begin, here and elsewhere; None: that is not known.
+        """
         ...
 
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """Lease remembered slots: bool [n], False where a slot was granted again since."""
         ...
 
-    def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
-        """Slots to write blocks into; waits `wait` seconds for room."""
+    def reserve(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> Reservation:
+        """Slots to write blocks into; waits `wait` seconds for room. `lineage`: what is known of theirs."""
         ...
 
-    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+    def reserve_named(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> Reservation:
         """`reserve` that trusts its arguments."""
         ...
 
-    def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+    def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: npt.NDArray[np.uint8],
+        *,
+        wait: float = 0.0,
+        lineage: Lineage | None = None,
+    ) -> int:
         """Copy blocks in, uint8 [n, block_bytes]; how many are resident then, or written by another."""
         ...
 
@@ -141,11 +157,13 @@ class SpaceCalls(SlotOwner, Protocol):
         """Whether waiting for slots may help; `held`: how many different ones the caller has leased."""
         ...
 
-    def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
+    def load(
+        self, hashes: Sequence[bytes], deadline: float, *, start: ChainPlace | None = CHAIN_START
+    ) -> Lease:
         """Bring blocks up from the cold tier; lease the leading ones that are there by the deadline."""
         ...
 
-    def start_load(self, hashes: Sequence[bytes]) -> LoadCalls:
+    def start_load(self, hashes: Sequence[bytes], *, start: ChainPlace | None = CHAIN_START) -> LoadCalls:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
         ...
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .hashing import ExtraKeys, hash_blocks, hash_partial, link, pack_blocks, pack_keys
+from .lineage import NO_PARENT, Lineage
 
 __all__ = ["RowChains"]
 
@@ -53,6 +54,17 @@ class RowChains:
         """The chain, as far as it is known."""
         return self._hashes[row]
 
+    def named(
+        self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]
+    ) -> tuple[list[bytes], Lineage]:
+        """Names and lineage of blocks (row, column) that are named already."""
+        names, parents = [], []
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+            hashes = self._hashes[row]
+            names.append(hashes[column])
+            parents.append(hashes[column - 1] if column else NO_PARENT)
+        return names, Lineage.unchecked(parents, (columns + 1).astype(np.int32))
+
     def extra_keys(self, row: int) -> ExtraKeys:
         """What the row's blocks depend on beside tokens, by block index."""
         return self._extra_keys[row]
@@ -89,9 +101,12 @@ class RowChains:
         """One more token of each row, at these places of their last blocks."""
         self._tails[rows, places] = tokens
 
-    def names(self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> list[bytes]:
-        """Names of blocks, one a row, that the last tokens of `append` made full."""
+    def names(
+        self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]
+    ) -> tuple[list[bytes], Lineage]:
+        """Names and lineage of blocks, one a row, that the last tokens of `append` made full."""
         names = []
+        parents = []
         messages: list[bytes] | None = None
         for at, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
             hashes = self._hashes[row]
@@ -103,7 +118,8 @@ class RowChains:
                     message += pack_keys(self._extra_keys[row].get(column, ()))
                 hashes.append(link(hashes[-1] if hashes else self._roots[row], message))
             names.append(hashes[column])
-        return names
+            parents.append(hashes[column - 1] if column else NO_PARENT)
+        return names, Lineage.unchecked(parents, (columns + 1).astype(np.int32))
 
     def partial_name(self, row: int, length: int) -> bytes | None:
         """The hash of the tokens in the last block of a row of `length` tokens; None where it is full."""

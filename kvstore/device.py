@@ -16,6 +16,7 @@ from ..tiers.mover import CudaMover, HostMover, Mover, Transfer, wait_through
 from .calls import SpaceCalls
 from .events import EventKind, EventStream
 from .handles import Generations
+from .lineage import Lineage
 from .policy import Ids, make_policy
 from .pool import BlockPool
 from .stats import StoreStats
@@ -130,13 +131,16 @@ class DeviceTier:
 
     # Names
 
-    def publish(self, blocks: Ids, names: Sequence[bytes]) -> Ids:
+    def publish(self, blocks: Ids, names: Sequence[bytes], lineage: Lineage) -> Ids:
         """Blocks are full: let them be found by their names, queue their copies to host memory.
+
+        Args:
+            lineage: the chains that they are of.
 
         Returns:
             int32 [n], `BlockPool.publish`'s: `blocks` itself, unless some were computed twice.
         """
-        holders = self.pool.publish(blocks, names)
+        holders = self.pool.publish(blocks, names, lineage)
         if holders is not blocks:
             own = (holders == blocks).nonzero()[0]
             blocks, names = blocks[own], [names[at] for at in own.tolist()]
@@ -147,7 +151,14 @@ class DeviceTier:
                 self._write_back.add(blocks)
         return holders
 
-    def promoted(self, blocks: Ids, slots: Ids, generations: Generations, names: Sequence[bytes]) -> None:
+    def promoted(
+        self,
+        blocks: Ids,
+        slots: Ids,
+        generations: Generations,
+        names: Sequence[bytes],
+        lineage: Lineage,
+    ) -> None:
         """Blocks were copied up from host memory: let them be found, unless others are already.
 
         Args:
@@ -155,12 +166,13 @@ class DeviceTier:
             slots: int32 [n], where their copies lie.
             generations: int64 [n], of these slots.
             names: their prefix hashes.
+            lineage: the chains that they are of.
         """
         self.pool.host_slots[blocks] = slots
         self.pool.host_generations[blocks] = generations
-        new = [at for at, name in enumerate(names) if name not in self.pool.index]
-        names = [names[at] for at in new]
-        self.pool.publish(blocks[new], names)
+        new = np.array([at for at, name in enumerate(names) if name not in self.pool.index], dtype=np.int64)
+        names = [names[at] for at in new.tolist()]
+        self.pool.publish(blocks[new], names, lineage.take(new))
         self.events.emit(EventKind.STORED, "device", self._space, names)
         self._stats.promoted += len(blocks)
 

@@ -11,6 +11,7 @@ from ..tiers.address import FAR, TAG_MASK
 from ..tiers.errors import IntegrityError
 from .calls import SpaceCalls
 from .handles import Generations, Lease
+from .lineage import ChainPlace
 from .policy import Ids
 from .tables import Words
 
@@ -73,16 +74,20 @@ class FarBlocks:
         rows: list[int] = np.flatnonzero(self.counts).tolist()
         return rows
 
-    def find(self, row: int, names: Sequence[bytes], cold_deadline: float) -> Lease:
+    def find(self, row: int, names: Sequence[bytes], start: ChainPlace, cold_deadline: float) -> Lease:
         """Have a row hold the leading blocks in host memory, brought up from the cold tier if need be.
 
         Args:
+            start: where in their chain these are.
             cold_deadline: seconds to wait for the cold tier; 0 does not ask it.
 
         Returns:
             what the row holds now; the lease is not the caller's to release.
         """
-        lease = self.host.load(names, cold_deadline) if cold_deadline > 0 else self.host.match(names)
+        if cold_deadline > 0:
+            lease = self.host.load(names, cold_deadline, start=start)
+        else:
+            lease = self.host.match(names, start=start)
         self.hold(row, lease.slots, lease.generations)
         return lease
 

@@ -15,11 +15,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
+
+import numpy as np
 
 from ..tiers.arena_file import ArenaFile
 from ..tiers.cold import ColdTier, expect_cold_tier
@@ -29,9 +31,11 @@ from ..tiers.memory import format_bytes
 from ..tiers.pinned import LARGEST_EXTENT, PinnedArena, arena_sizes, capacity_for
 from ..tiers.record_file import RecordFile
 from ..tiers.settings import (
+    MOST_BYTES,
     expect_byte_strings,
+    expect_choice,
     expect_flag,
-    expect_number,
+    expect_integer,
     expect_seconds,
     expect_text,
     expect_type,
@@ -39,6 +43,7 @@ from ..tiers.settings import (
 )
 from .calls import LostListener
 from .events import Listener
+from .evicting import MOST_AGE, EvictReport, evict_from_cold, evict_from_host
 from .handles import Lease
 from .hashing import HASH_BYTES, space_id
 from .policy import make_policy
@@ -46,7 +51,9 @@ from .saved_spaces import SavedSpace, new_records, read_spaces
 from .shared import HostShared
 from .slots import SlotRecords
 from .space import HostSpace
-from .tenants import check_quotas, check_tenant
+from .status import StatusReader, StoreStatus
+from .store_settings import StoreSettings
+from .tenants import check_tenant
 
 __all__ = ["HostStore"]
 
@@ -97,10 +104,7 @@ class HostStore:
     ) -> None:
         if cold is not None:
             expect_cold_tier(cold)
-        clean_ahead = expect_number("clean_ahead", clean_ahead, 0.0, 1.0)
-        cold_deadline = expect_seconds("cold_deadline", cold_deadline, above=True)
-        make_policy(policy, 0)
-        limits = check_quotas("quotas", quotas)
+        settings = StoreSettings(policy, clean_ahead, cold_deadline, quotas)
         if device is not None:
             device = None if expect_text("device", device) == "cpu" else device
         self._file = None if arena is None else expect_type("arena", arena, ArenaFile, "an ArenaFile")
@@ -115,18 +119,15 @@ class HostStore:
             file=None if arena is None else arena.file,
             taken=[number for one in saved for number in one.records.extents],
         )
-        self.cold = cold
         self.device = device
         self._extents_chosen = extent_bytes is not None
-        self._shared = HostShared(
-            self.arena, cold, device, clean_ahead=clean_ahead, cold_deadline=cold_deadline, quotas=limits
-        )
+        self._shared = HostShared(self.arena, cold, device, settings)
         self._shared.records = self.records
         self.stats = self._shared.stats
         self.events = self._shared.events
-        self._policy = policy
         self.inherits = arena is not None
         """Whether others may hold blocks since before this store, which `HostSpace.restore` settles."""
+        self._status = StatusReader(self._shared)
         self._spaces: dict[bytes, HostSpace] = {}
         for one in saved:
             self._take_over(one)
@@ -137,6 +138,11 @@ class HostStore:
                 target=self._clean_until_closed, name="kvpager-clean", daemon=True
             )
             self._cleaner.start()
+
+    @property
+    def cold(self) -> ColdTier | None:
+        """The cold tier that there is just now."""
+        return self._shared.cold.tier
 
     @property
     def in_place(self) -> bool:
@@ -174,16 +180,28 @@ class HostStore:
         with self._shared.lock():
             return tuple(self._spaces.values())
 
+    def find_space(self, space: bytes) -> HostSpace | None:
+        """The open space of this id; None where there is none."""
+        with self._shared.lock():
+            return self._spaces.get(space)
+
     def tenant_of(self, space: bytes) -> str | None:
         """Whose the space of this id is; None where there is none."""
-        with self._shared.lock():
-            found = self._spaces.get(space)
-            return None if found is None else found.tenant
+        found = self.find_space(space)
+        return None if found is None else found.tenant
 
     def tenants(self) -> dict[str, dict[str, Any]]:
         """Of each tenant with a space: its counters, ``blocks`` and ``bytes``, and ``quota`` (0: none)."""
         with self._shared.lock():
             return {name: tenant.snapshot() for name, tenant in self._shared.tenants.items()}
+
+    def status(self) -> StoreStatus:
+        """The store as it is. Slots are counted without the lock, so that nobody waits for it.
+
+        Raises:
+            ClosedError: the store is closed.
+        """
+        return self._status.read(self.spaces)
 
     @property
     def records(self) -> RecordFile | None:
@@ -223,6 +241,79 @@ class HostStore:
                 lease.release()
             raise
         return leases
+
+    def evict_where(
+        self,
+        *,
+        tenant: str | None = None,
+        spaces: Collection[bytes] | None = None,
+        hashes: Sequence[bytes] | None = None,
+        older_than: float | None = None,
+        tier: str = "host",
+        most_bytes: int | None = None,
+        dry_run: bool = False,
+        deadline: float = 30.0,
+    ) -> EvictReport:
+        """Let blocks go that all of this is true of; what is None restricts nothing.
+
+        From host memory go blocks that nobody leases or has pinned, longest unused first. From the cold tier
+        goes what it has of whole spaces, or of named blocks: it knows neither ages nor amounts.
+
+        Args:
+            tenant: blocks of this tenant.
+            spaces: blocks of spaces of these ids.
+            hashes: these blocks.
+            older_than: blocks that were last used so many seconds ago or longer. What was there before this
+                store was opened counts as used then.
+            tier: ``host`` or ``cold``.
+            most_bytes: of blocks that go.
+            dry_run: tell what would go, and change nothing.
+            deadline: seconds that the cold tier may take.
+
+        Raises:
+            ConfigError: an argument is of a wrong type or out of range, there is no such space, or the cold
+                tier cannot tell what is asked for.
+            ColdTierUnavailableError: there is no cold tier, or it did not remove all in time.
+            ClosedError: the store is closed.
+        """
+        tier = expect_choice("tier", tier, ("host", "cold"))
+        if hashes is not None:
+            hashes = list(dict.fromkeys(expect_byte_strings("hashes", hashes, HASH_BYTES)))
+        if older_than is not None:
+            older_than = expect_seconds("older_than", older_than, MOST_AGE)
+        if most_bytes is not None:
+            most_bytes = expect_integer("most_bytes", most_bytes, 0, MOST_BYTES)
+        dry_run, deadline = expect_flag("dry_run", dry_run), expect_seconds("deadline", deadline)
+        chosen = [space.evictions for space in self._chosen(tenant, spaces)]
+        if tier == "host":
+            return evict_from_host(
+                self._shared,
+                chosen,
+                hashes=hashes,
+                older_than=older_than,
+                most_bytes=most_bytes,
+                dry_run=dry_run,
+            )
+        for name, value in (("older_than", older_than), ("most_bytes", most_bytes)):
+            if value is not None:
+                raise ConfigError(name, "a cold tier knows neither ages nor amounts: this is for host memory")
+        return evict_from_cold(self._shared, chosen, hashes=hashes, deadline=deadline, dry_run=dry_run)
+
+    def _chosen(self, tenant: str | None, spaces: Collection[bytes] | None) -> list[HostSpace]:
+        """The open spaces of a tenant and of these ids."""
+        with self._shared.lock():
+            self._shared.check_open()
+            known = dict(self._spaces)
+        if spaces is not None:
+            ids = expect_byte_strings("spaces", list(spaces), HASH_BYTES)
+            for one in ids:
+                if one not in known:
+                    raise ConfigError("spaces", f"there is no space {one.hex()}")
+            known = {one: known[one] for one in ids}
+        if tenant is None:
+            return list(known.values())
+        tenant = check_tenant("tenant", tenant)
+        return [space for space in known.values() if space.tenant == tenant]
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with every later event of host memory and cold tier; returns how to end it.
@@ -319,7 +410,7 @@ class HostStore:
         self.close()
 
     def _new_records(self, layout: KVLayout, shard: str, tenant: str) -> SlotRecords:
-        policy, extents = make_policy(self._policy, 0), self.arena.num_extents
+        policy, extents = make_policy(self._shared.settings.policy, 0), self.arena.num_extents
         if self._file is None:
             return SlotRecords(self.arena.extent_bytes // layout.block_bytes, extents, policy)
         return new_records(self._file.records, layout, shard, tenant, extents, policy)
@@ -331,7 +422,7 @@ class HostStore:
         self._spaces[space.id] = space
         if saved.barred is not None:
             space.bar(saved.barred)
-        shared.clock = max(shared.clock, saved.records.last_use)
+        shared.clock.start_after(saved.records.last_use)
         shared.stats.adopted += saved.adopted.committed
         shared.stats.damaged += saved.adopted.damaged
         if saved.adopted.damaged:
@@ -370,9 +461,11 @@ class HostStore:
                     return
             began = time.monotonic()
             try:
+                if shared.cold.is_quiet:
+                    self._ask_whether_cold_is_there()
                 for space in self._opened():
                     space.retry_purges()
-                written = sum(space.write_to_cold() for space in self._opened()) if shared.cold_is_due else 0
+                written = sum(space.write_to_cold() for space in self._opened()) if shared.cold.is_due else 0
             except ClosedError:
                 if not shared.closed:
                     _log.error("the cold tier was closed under its host store, which goes on without it")
@@ -382,6 +475,16 @@ class HostStore:
                 # seldom the more of them there are.
                 rest = _CLEAN_REST * (time.monotonic() - began)
                 time.sleep(min(max(_CLEAN_PAUSE_SECONDS, rest), _CLEAN_POLL_SECONDS))
+
+    def _ask_whether_cold_is_there(self) -> None:
+        """So that operators know of a tier that is gone before somebody needs it."""
+        shared = self._shared
+        with shared.cold.use() as cold:
+            if cold is None:
+                return
+            status = cold.ping(shared.settings.cold_deadline)
+        with shared.lock():
+            shared.cold.heard(np.array([status], np.uint8))
 
     def _does_not_fit(self, layout: KVLayout) -> ConfigError:
         """Which setting to change for a block that no extent holds: the one that the user gave."""

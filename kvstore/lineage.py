@@ -20,13 +20,14 @@ from .hashing import HASH_BYTES
 __all__ = [
     "CHAIN_START",
     "NO_PARENT",
-    "UNKNOWN_PLACE",
     "Ancestors",
     "ChainPlace",
     "Lineage",
     "Words",
     "expect_lineage",
+    "expect_place",
     "first_words",
+    "word_column",
 ]
 
 NO_PARENT: Final = bytes(HASH_BYTES)
@@ -43,7 +44,7 @@ class ChainPlace:
 
     Args:
         before: hash of the block before the first one; zeros: none, or not known.
-        depth: 1-based index of the first one in its chain; 0: not known.
+        depth: 1-based index of the first one in its chain.
 
     Raises:
         ConfigError: `before` is no hash, `depth` out of range, or something is to be before the first block.
@@ -54,19 +55,21 @@ class ChainPlace:
 
     def __post_init__(self) -> None:
         expect_bytes("before", self.before, HASH_BYTES)
-        expect_integer("depth", self.depth, 0, _DEEPEST)
+        expect_integer("depth", self.depth, 1, _DEEPEST)
         if self.depth == 1 and self.before != NO_PARENT:
             raise ConfigError("before", "must be zeros for the first block of a chain")
 
+    @classmethod
+    def at(cls, chain: Sequence[bytes], index: int) -> ChainPlace:
+        """Where a chain goes on after its first `index` blocks; `chain` has these at least."""
+        return cls(chain[index - 1], index + 1) if index else CHAIN_START
+
     def after(self, hashes: Sequence[bytes]) -> ChainPlace:
         """Where the blocks begin that follow these, which begin here."""
-        if not hashes:
-            return self
-        return ChainPlace(hashes[-1], self.depth + len(hashes) if self.depth else 0)
+        return ChainPlace(hashes[-1], self.depth + len(hashes)) if hashes else self
 
 
 CHAIN_START: Final = ChainPlace()
-UNKNOWN_PLACE: Final = ChainPlace(depth=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +93,7 @@ class Lineage:
         depths = expect_array("depths", self.depths, _INT32)
         if len(depths) != len(parents):
             raise ConfigError("depths", f"must be one for each of {len(parents)} parents, got {len(depths)}")
-        if len(depths) and depths.min() < 0:
+        if (depths < 0).any():
             raise ConfigError("depths", f"must be at least 0, got {depths.min()}")
         for at in np.flatnonzero(depths == 1).tolist():
             if parents[at] != NO_PARENT:
@@ -99,24 +102,35 @@ class Lineage:
         object.__setattr__(self, "depths", depths)
 
     @classmethod
+    def unchecked(cls, parents: Sequence[bytes], depths: npt.NDArray[np.int32]) -> Lineage:
+        """`Lineage` that trusts its arguments: for what is made of hashes of `kvstore.hashing`, in a step."""
+        made = object.__new__(cls)
+        object.__setattr__(made, "parents", parents)
+        object.__setattr__(made, "depths", depths)
+        return made
+
+    @classmethod
     def of_chain(cls, hashes: Sequence[bytes], start: ChainPlace = CHAIN_START) -> Lineage:
         """The lineage of blocks that follow each other.
 
         Args:
-            hashes: of the blocks in order.
+            hashes: of the blocks in order, 16 bytes each.
             start: where in its chain the first one is.
 
         Raises:
             ConfigError: the chain would be deeper than 2^31 - 1 blocks.
         """
-        if start.depth + len(hashes) > _DEEPEST:
-            raise ConfigError("depth", f"must leave room for {len(hashes)} blocks, got {start.depth}")
-        parents = (start.before, *hashes[:-1]) if len(hashes) else ()
-        if start.depth:
-            depths = np.arange(start.depth, start.depth + len(hashes), dtype=np.int32)
-        else:
-            depths = np.zeros(len(hashes), dtype=np.int32)
-        return cls(parents, depths)
+        count = len(hashes)
+        if start.depth + count > _DEEPEST:
+            raise ConfigError("depth", f"must leave room for {count} blocks, got {start.depth}")
+        parents = (start.before, *hashes[:-1]) if count else ()
+        return cls.unchecked(parents, np.arange(start.depth, start.depth + count, dtype=np.int32))
+
+    @classmethod
+    def in_chain(cls, chain: Sequence[bytes], indices: npt.NDArray[np.int64]) -> Lineage:
+        """That of the blocks of a whole chain at these indices, int64 [n]."""
+        parents = [chain[at - 1] if at else NO_PARENT for at in indices.tolist()]
+        return cls.unchecked(parents, (indices + 1).astype(np.int32))
 
     def __len__(self) -> int:
         return len(self.depths)
@@ -130,7 +144,7 @@ class Lineage:
         """That of the blocks at these positions, int64 [m]."""
         if len(positions) == len(self):
             return self
-        return Lineage([self.parents[at] for at in positions.tolist()], self.depths[positions])
+        return Lineage.unchecked([self.parents[at] for at in positions.tolist()], self.depths[positions])
 
 
 def expect_lineage(lineage: object, count: int) -> Lineage | None:
@@ -147,9 +161,20 @@ def expect_lineage(lineage: object, count: int) -> Lineage | None:
     return known
 
 
+def expect_place(start: object) -> ChainPlace | None:
+    """The place in a chain, if it is one or None. Raises `ConfigError` where it is not."""
+    return None if start is None else expect_type("start", start, ChainPlace, "a ChainPlace or None")
+
+
 def first_words(hashes: Sequence[bytes]) -> Words:
     """The first 8 bytes of each hash as a little-endian number, uint64 [n]."""
     words: Words = np.frombuffer(b"".join(hashes), dtype="<u8")[::2].astype(np.uint64)
+    return words
+
+
+def word_column(hashes: npt.NDArray[np.void]) -> Words:
+    """The same of an array of hashes, V16 [n]."""
+    words: Words = np.ascontiguousarray(hashes).view("<u8")[::2].astype(np.uint64)
     return words
 
 
@@ -157,34 +182,45 @@ class Ancestors:
     """Finds the blocks before a block among many, by what records of slots say.
 
     Args:
-        words: uint64 [n], of the blocks' own hashes.
-        parents: uint64 [n], of their parents'.
+        hashes: V16 [n], the blocks' own.
+        parents: uint64 [n], the first words of their parents'.
         depths: int32 [n], their places in their chains; 0: not known.
     """
 
-    def __init__(self, words: Words, parents: Words, depths: npt.NDArray[np.int32]) -> None:
-        self._order = np.argsort(words, kind="stable")
-        self._sorted = words[self._order]
+    def __init__(self, hashes: npt.NDArray[np.void], parents: Words, depths: npt.NDArray[np.int32]) -> None:
+        self._hashes = hashes
         self._parents = parents
         self._depths = depths
+        self._order: npt.NDArray[np.intp] | None = None
+        self._sorted = np.empty(0, dtype=np.uint64)
 
     def parent(self, at: int) -> int | None:
         """The position of the block before the one at `at`; None where it is not there or not known."""
         word, depth = self._parents[at], int(self._depths[at])
         if not word:
             return None
-        first, end = (int(np.searchsorted(self._sorted, word, side)) for side in ("left", "right"))
-        for found in self._order[first:end].tolist():
+        order = self._by_word()
+        first, end = np.searchsorted(self._sorted, word), np.searchsorted(self._sorted, word, "right")
+        for found in order[first:end].tolist():
             # Others' hashes may begin alike.
             if not depth or int(self._depths[found]) in (0, depth - 1):
                 return int(found)
         return None
 
-    def chain(self, at: int) -> list[int]:
-        """Positions from the first block of a chain to the one at `at`, as far back as they are there."""
+    def chain(self, at: int) -> list[bytes]:
+        """Hashes from the first block of a chain to the one at `at`, as far back as they are there."""
         chain = [at]
         seen = {at}
         while (before := self.parent(chain[-1])) is not None and before not in seen:
             chain.append(before)
             seen.add(before)
-        return chain[::-1]
+        names: list[bytes] = self._hashes[chain[::-1]].tolist()
+        return names
+
+    def _by_word(self) -> npt.NDArray[np.intp]:
+        """The positions in the order of their hashes' first words, which are sorted when they are needed."""
+        if self._order is None:
+            words = word_column(self._hashes)
+            self._order = np.argsort(words, kind="stable")
+            self._sorted = words[self._order]
+        return self._order

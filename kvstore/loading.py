@@ -11,6 +11,7 @@ from ..tiers.cold import ColdTier
 from ..tiers.errors import ClosedError
 from ..tiers.settings import expect_seconds
 from .handles import Lease
+from .lineage import ChainPlace
 
 __all__ = ["ColdLoad", "LoadTarget"]
 
@@ -26,7 +27,9 @@ class LoadTarget(Protocol):
         """How many leading blocks the cold tier seems to have."""
         ...
 
-    def read_from_cold(self, cold: ColdTier, hashes: Sequence[bytes], deadline: float) -> tuple[int, int]:
+    def read_from_cold(
+        self, cold: ColdTier, hashes: Sequence[bytes], deadline: float, start: ChainPlace | None
+    ) -> tuple[int, int]:
         """Read one batch of the leading blocks that are not resident: how many it was of, and arrived."""
         ...
 
@@ -41,20 +44,23 @@ class ColdLoad:
     Args:
         into: the space.
         hashes: names of blocks that follow each other; what is resident of them is leased at once.
+        start: where in its chain the first one is; None: that is not known.
 
     Attributes:
         loaded: blocks that have arrived so far.
         missing: the blocks that were not resident at the beginning.
     """
 
-    def __init__(self, into: LoadTarget, hashes: Sequence[bytes]) -> None:
+    def __init__(self, into: LoadTarget, hashes: Sequence[bytes], start: ChainPlace | None) -> None:
         self.loaded = 0
         self._into = into
         self._error: Exception | None = None
         self._finished = threading.Event()
         self._leases: list[Lease] | None = []
         self._lock = threading.Lock()
-        self.missing = list(hashes[self._lease(hashes) :])
+        resident = self._lease(hashes)
+        self.missing = list(hashes[resident:])
+        self._start = None if start is None else start.after(hashes[:resident])
 
     def done(self) -> bool:
         """Whether everything that is to be had has arrived.
@@ -105,15 +111,17 @@ class ColdLoad:
 
     def _run(self, cold: ColdTier, deadline: float) -> None:
         until = time.monotonic() + deadline
+        start = self._start
         missing = self.missing[: self._into.count_in_cold(cold, self.missing, deadline)]
         while missing:
-            asked, arrived = self._into.read_from_cold(cold, missing, deadline)
+            asked, arrived = self._into.read_from_cold(cold, missing, deadline, start)
             self.loaded += arrived
             self._into.wait_for_writers(missing[:asked], until)
             # What came first must not make room for what comes last.
             resident = self._lease(missing)
             if resident < max(1, asked):
                 return
+            start = None if start is None else start.after(missing[:resident])
             missing = missing[resident:]
 
     def _lease(self, hashes: Sequence[bytes]) -> int:

@@ -16,6 +16,7 @@ from ..tiers.arena import SlotAllocator
 from ..tiers.errors import CapacityError, IntegrityError
 from .handles import first_generations
 from .hashing import leading
+from .lineage import Lineage
 from .policy import EvictionPolicy, Ids
 
 __all__ = ["BlockPool"]
@@ -49,6 +50,10 @@ class BlockPool:
         self.moving = np.zeros(capacity, dtype=np.bool_)
         """A copy to host memory is being made: its bytes must stay."""
         self.index: dict[bytes, int] = {}
+        self.depths = np.zeros(capacity, dtype=np.int32)
+        """1-based index in its chain of each named block, and"""
+        self._parents = np.full(capacity, None, dtype=object)
+        """the hash of the block before it there, zeros for the first one."""
         self._hashes = np.full(capacity, None, dtype=object)
         self._named = np.zeros(capacity, dtype=np.bool_)
         self._slots = slots
@@ -91,6 +96,10 @@ class BlockPool:
         names: list[bytes] = self._hashes[ids].tolist()
         return names
 
+    def lineage_of(self, ids: Ids) -> Lineage:
+        """The lineage of blocks, all of them `named`."""
+        return Lineage.unchecked(self._parents[ids].tolist(), self.depths[ids])
+
     def coldest(self, count: int) -> Ids:
         """Up to `count` cached blocks that would be evicted next."""
         return self._policy.coldest(count)
@@ -119,8 +128,7 @@ class BlockPool:
         gone = self.hashes_of(victims)
         for name in gone:
             del self.index[name]
-        self._hashes[victims] = None
-        self._named[victims] = False
+        self._set_unnamed(victims)
         self._free(victims)
         self._on_evict(gone)
 
@@ -157,8 +165,11 @@ class BlockPool:
         self.generations[ids] += 1
         self._slots.free(ids)
 
-    def publish(self, ids: Ids, names: Sequence[bytes]) -> Ids:
+    def publish(self, ids: Ids, names: Sequence[bytes], lineage: Lineage) -> Ids:
         """Blocks are full and immutable: let them be found by their hashes, unless others can be already.
+
+        Args:
+            lineage: the chains that they are of.
 
         Returns:
             int32 [n], per hash the block that is found by it now: its own, or one with the same KV. `ids`
@@ -167,18 +178,28 @@ class BlockPool:
         listed = ids.tolist()
         found = list(map(self.index.setdefault, names, listed))
         if found == listed:
-            self._set_names(ids, names)
+            self._set_names(ids, names, lineage)
             return ids
-        own = [at for at, block in enumerate(listed) if found[at] == block]
-        self._set_names(ids[own], [names[at] for at in own])
-        return np.array(found, dtype=np.int32)
+        holders = np.array(found, dtype=np.int32)
+        own = np.flatnonzero(holders == ids)
+        self._set_names(ids[own], [names[at] for at in own.tolist()], lineage.take(own))
+        return holders
 
-    def _set_names(self, ids: Ids, names: Sequence[bytes]) -> None:
+    def _set_names(self, ids: Ids, names: Sequence[bytes], lineage: Lineage) -> None:
         # numpy would make fixed-width strings of a list, and lose a hash's last byte where that is zero.
-        column = np.empty(len(ids), dtype=object)
-        column[:] = names
-        self._hashes[ids] = column
+        columns = np.empty((2, len(ids)), dtype=object)
+        columns[0] = names
+        columns[1] = lineage.parents
+        self._hashes[ids] = columns[0]
+        self._parents[ids] = columns[1]
+        self.depths[ids] = lineage.depths
         self._named[ids] = True
+
+    def _set_unnamed(self, ids: Ids) -> None:
+        self._hashes[ids] = None
+        self._parents[ids] = None
+        self.depths[ids] = 0
+        self._named[ids] = False
 
     def withdraw(self, block: int) -> None:
         """A held block can no longer be found, nor do its copies below hold: it is about to change."""
@@ -186,8 +207,7 @@ class BlockPool:
         self.host_generations[block] = 0
         if name is not None:
             del self.index[name]
-            self._hashes[block] = None
-            self._named[block] = False
+            self._set_unnamed(np.array([block], dtype=np.int32))
             self._on_evict([name])
 
     def check_integrity(self, held: npt.NDArray[np.int64]) -> None:
@@ -209,6 +229,13 @@ class BlockPool:
         named = np.array([name is not None for name in self._hashes])
         if not np.array_equal(named, self._named):
             raise IntegrityError("a device block has a hash and is not said to be named, or the reverse")
+        lone = np.array([parent is None for parent in self._parents])
+        if not np.array_equal(named, ~lone) or not np.array_equal(named, self.depths > 0):
+            raise IntegrityError("a device block has a hash and no lineage, or the reverse")
+        for block in self.index.values():
+            parent = self.index.get(self._parents[block])
+            if parent is not None and self.depths[parent] + 1 != self.depths[block]:
+                raise IntegrityError(f"device block {block} is not one deeper in its chain than its parent")
         if int(named.sum()) != len(self.index):
             raise IntegrityError(
                 f"{int(named.sum())} device blocks are named, {len(self.index)} in the index"

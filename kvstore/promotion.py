@@ -18,6 +18,7 @@ from ..tiers.mover import Transfer, is_over, wait_through
 from .device import DeviceTier
 from .far import FarBlocks
 from .handles import Generations
+from .lineage import Lineage
 from .policy import Ids
 from .tables import BlockTable, Words
 
@@ -45,6 +46,7 @@ class _Promotion:
     slots: Ids
     generations: Generations
     names: Sequence[bytes]
+    lineage: Lineage
     transfer: Transfer | None
     """None: a step copies them."""
 
@@ -80,12 +82,13 @@ class Promotions:
             return np.zeros(len(slots), dtype=np.bool_)
         return np.isin(slots, np.concatenate([promotion.slots for promotion in self._all]))
 
-    def start(self, words: Words, names: Sequence[bytes]) -> None:
+    def start(self, words: Words, names: Sequence[bytes], lineage: Lineage) -> None:
         """Start copying full far blocks, none of them moving.
 
         Args:
             words: int64 [n], their far words.
             names: their prefix hashes.
+            lineage: the chains that they are of.
 
         Raises:
             CapacityError: the device tier has no room.
@@ -98,10 +101,12 @@ class Promotions:
         except BaseException:
             self._device.pool.drop(blocks)
             raise
-        self._under_way.append(self._promotion(blocks, slots, names, transfer))
+        self._under_way.append(self._promotion(blocks, slots, names, lineage, transfer))
         self.finish()
 
-    def start_install(self, words: Words, names: Sequence[bytes], readers: npt.NDArray[np.int64]) -> Install:
+    def start_install(
+        self, words: Words, names: Sequence[bytes], lineage: Lineage, readers: npt.NDArray[np.int64]
+    ) -> Install:
         """Have the next step copy full far blocks, none of them moving, as it reads them; one step at a time.
 
         Their words are tagged until `finish_install` or `abandon_install`.
@@ -109,6 +114,7 @@ class Promotions:
         Args:
             words: int64 [n], n > 0, their far words, each once.
             names: their prefix hashes.
+            lineage: the chains that they are of.
             readers: int64, the rows of that step; one of them at least reads each block.
 
         Raises:
@@ -116,7 +122,7 @@ class Promotions:
         """
         slots = self._far.slots_at(words)
         blocks = self._device.allocate(len(words))
-        self._installing = promotion = self._promotion(blocks, slots, names, None)
+        self._installing = promotion = self._promotion(blocks, slots, names, lineage, None)
         rows, columns, destinations = [], [], []
         for row, here, at in self._cells(promotion, readers.tolist()):
             rows.append(np.full(len(here), row, dtype=np.int64))
@@ -176,10 +182,10 @@ class Promotions:
             slots[promotion.slots] += 1
 
     def _promotion(
-        self, blocks: Ids, slots: Ids, names: Sequence[bytes], transfer: Transfer | None
+        self, blocks: Ids, slots: Ids, names: Sequence[bytes], lineage: Lineage, transfer: Transfer | None
     ) -> _Promotion:
         """A promotion that holds its slots from now on."""
-        return _Promotion(blocks, slots, self._far.keep(slots), names, transfer)
+        return _Promotion(blocks, slots, self._far.keep(slots), names, lineage, transfer)
 
     def _let_go(self, promotion: _Promotion) -> None:
         self._far.let_go(promotion.slots)
@@ -214,4 +220,6 @@ class Promotions:
             self._device.pool.hold(blocks)
             self._table.put(np.full(len(columns), row), columns, self._device.arena.addresses(blocks))
             self._far.end(row, promotion.slots[at])
-        self._device.promoted(promotion.blocks, promotion.slots, promotion.generations, promotion.names)
+        self._device.promoted(
+            promotion.blocks, promotion.slots, promotion.generations, promotion.names, promotion.lineage
+        )

@@ -148,6 +148,11 @@ class SpacePurges:
         self._section: Section | None = None
         """Where it is written down what is barred."""
 
+    @property
+    def pending(self) -> bool:
+        """Whether the cold tier was to remove something and did not yet."""
+        return bool(self._blocks or self._barred_notes)
+
     def restore(self, section: Section) -> None:
         """Go on with what another process wrote down as barred; before any other call."""
         self._blocks, self._barred_notes = read_barred(section)
@@ -165,7 +170,7 @@ class SpacePurges:
         for at in range(_MOST_ROUNDS):
             if not self._purge_host(hashes, report, until) and at:
                 break
-            if self._shared.cold is None:
+            if self._shared.cold.tier is None:
                 break
             # What was on its way up or down meanwhile may be there again: look once more.
             self._purge_cold(hashes, report, until)
@@ -207,12 +212,12 @@ class SpacePurges:
             if time.monotonic() < self._again_at:
                 return
             blocks, notes = self._blocks.wanted(), self._barred_notes.wanted()
-        self._purge_cold(blocks, PurgeReport(), time.monotonic() + shared.cold_deadline)
-        self._remove_notes(notes, PurgeReport(), time.monotonic() + shared.cold_deadline)
+        self._purge_cold(blocks, PurgeReport(), time.monotonic() + shared.settings.cold_deadline)
+        self._remove_notes(notes, PurgeReport(), time.monotonic() + shared.settings.cold_deadline)
 
     def remove_copies(self, names: Sequence[bytes]) -> None:
         """These were copied to the cold tier while they were purged."""
-        self._purge_cold(names, PurgeReport(), time.monotonic() + self._shared.cold_deadline)
+        self._purge_cold(names, PurgeReport(), time.monotonic() + self._shared.settings.cold_deadline)
 
     # Inside
 
@@ -239,10 +244,13 @@ class SpacePurges:
         return bool(gone.names)
 
     def _purge_cold(self, hashes: Sequence[bytes] | None, report: PurgeReport, until: float) -> None:
-        shared, cold = self._shared, self._shared.cold
-        if cold is None or (hashes is not None and not hashes):
+        shared = self._shared
+        if hashes is not None and not hashes:
             return
-        done = cold.purge(self._space, hashes, self._block_bytes, max(0.0, until - time.monotonic()))
+        with shared.cold.use() as cold:
+            if cold is None:
+                return
+            done = cold.purge(self._space, hashes, self._block_bytes, max(0.0, until - time.monotonic()))
         report.cold_blocks += done.removed
         with shared.lock():
             self._settle(self._blocks, hashes, done.status, report)
@@ -292,8 +300,8 @@ class SpacePurges:
 
     def _remove_notes(self, names: Sequence[bytes] | None, report: PurgeReport, until: float) -> None:
         """Have the cold tier remove notes of these names; None: all that are this space's alone."""
-        shared, cold = self._shared, self._shared.cold
-        if cold is None or (names is not None and not names):
+        shared = self._shared
+        if shared.cold.tier is None or (names is not None and not names):
             return
         with shared.lock():
             while self._removing_notes and (left := until - time.monotonic()) > 0:
@@ -305,9 +313,12 @@ class SpacePurges:
             self._removing_notes = True
         status = ColdStatus.UNAVAILABLE
         try:
-            done = cold.purge(self._notes, names, HASH_BYTES, max(0.0, until - time.monotonic()))
-            status = done.status
-            report.notes += done.removed
+            with shared.cold.use() as cold:
+                if cold is not None:
+                    seconds = max(0.0, until - time.monotonic())
+                    done = cold.purge(self._notes, names, HASH_BYTES, seconds)
+                    status = done.status
+                    report.notes += done.removed
         finally:
             with shared.lock():
                 self._removing_notes = False

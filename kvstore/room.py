@@ -78,14 +78,14 @@ class SpaceRoom:
         Not more than the tenant's quota has room for, once the tenant's own blocks made some.
         """
         shared, records = self._shared, self._records
-        allowed = self.tenant.make_room(count, self.block_bytes, spare_dirty=shared.cold_takes)
+        allowed = self.tenant.make_room(count, self.block_bytes, spare_dirty=shared.cold.takes)
         while (missing := allowed - records.free) > 0:
             extent = shared.take_extent()
             if extent is not None:
                 records.add_extent(extent)
             elif not (
                 self._outlive()
-                or self.evict(missing, spare_dirty=shared.cold_takes)
+                or self.evict(missing, spare_dirty=shared.cold.takes)
                 or shared.reclaim_extent(self)
             ):
                 break
@@ -93,7 +93,7 @@ class SpaceRoom:
         self._short = count - len(slots)
         self.over_quota = len(slots) == allowed < count
         self._comes_from_others = False
-        if self._short and shared.cold_takes:
+        if self._short and shared.cold.takes:
             if self.over_quota:
                 self.tenant.copy_ahead(self._short * self.block_bytes)
             else:
@@ -108,12 +108,18 @@ class SpaceRoom:
         """
         return self._tell(self._records.evict(count, spare_dirty=spare_dirty))
 
+    def evict_idle(self, slots: Ids) -> int:
+        """Let go of these blocks, which may; returns how many went."""
+        count = self._tell(self._records.evict_idle(slots))
+        self._shared.changed.notify_all()
+        return count
+
     def may_come(self) -> bool:
         """Whether waiting for more slots may help: the arena is growing, or blocks are being copied below,
         of this space or of one that would give it an extent."""
         if self.over_quota:
-            return self._shared.cold_takes and self.tenant.evictable
-        if self._shared.cold_takes and (self._records.evictable or self._comes_from_others):
+            return self._shared.cold.takes and self.tenant.evictable
+        if self._shared.cold.takes and (self._records.evictable or self._comes_from_others):
             return True
         return self._grows(self._shared.arena.num_extents) or self._extent_came()
 
@@ -165,7 +171,7 @@ class SpaceRoom:
         if (left := self.tenant.left(self.block_bytes)) is not None:
             free = min(free, left)
             slots = min(slots, left + self.blocks)
-        ahead = max(int(slots * shared.clean_ahead) - free, self._short, self._to_copy)
+        ahead = max(int(slots * shared.settings.clean_ahead) - free, self._short, self._to_copy)
         self._to_copy = 0
         return records.to_clean(ahead)
 
@@ -202,7 +208,7 @@ class SpaceRoom:
         Args:
             before: only if it was last used before this tick.
         """
-        oldest = self._records.oldest_extent(spare_dirty=self._shared.cold_takes)
+        oldest = self._records.oldest_extent(spare_dirty=self._shared.cold.takes)
         if oldest is None or (before is not None and oldest.used_at >= before):
             return False
         self._tell(self._records.remove_extent(oldest.extent))
@@ -215,14 +221,14 @@ class SpaceRoom:
         Else a space that came late would go round in its first extent, beside others that lie idle. Looking
         costs a pass over the other's slots, so a look in vain is not repeated at once.
         """
-        if self._shared.clock < self._look_again:
+        if self._shared.clock.now < self._look_again:
             return False
         coldest = self._records.coldest_use()
         if coldest is None:
             return False
         found = self._shared.reclaim_extent(self, coldest)
         if not found:
-            self._look_again = self._shared.clock + _LOOK_TICKS
+            self._look_again = self._shared.clock.now + _LOOK_TICKS
         return found
 
     def _tell(self, evicted: Evicted) -> int:

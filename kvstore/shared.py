@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from ..tiers.cold import ColdStatus, ColdTier
+from ..tiers.cold import ColdTier
 from ..tiers.errors import ClosedError, IntegrityError
 from ..tiers.mover import HostMover
 from ..tiers.pinned import PinnedArena
 from ..tiers.record_file import RecordFile
+from .clock import UseClock
+from .cold_link import ColdLink
 from .events import EventKind, EventStream
 from .stats import HostStats
-from .tenants import ANY_OTHER, Tenant
+from .store_settings import StoreSettings
+from .tenants import Tenant
 from .timed_pins import PinClock
 
 __all__ = ["ExtentHolder", "HostShared"]
 
-_log = logging.getLogger(__name__)
-
-_COLD_RETRY_SECONDS: Final = 1.0
 _LOADERS: Final = 2
 _FIRST_TICK: Final = 1
 """Blocks were used at this tick or later; an extent that was used before holds none."""
@@ -80,9 +75,7 @@ class HostShared:
         arena: host memory.
         cold: the cold tier, or None.
         device: ``cuda:N`` if that GPU is to read the arena in place.
-        clean_ahead: share of host memory that is kept copied to the cold tier ahead of eviction.
-        cold_deadline: seconds that one background read or write of the cold tier may take.
-        quotas: bytes that each tenant may have, of `check_quotas`.
+        settings: what can be set while the store serves.
 
     Attributes:
         changed: notified whenever waiting for room, for a writer or for the cleaner may be over.
@@ -92,7 +85,8 @@ class HostShared:
         hinted: a thread that reads it ahead, so that nobody's load waits for what is only hinted at.
         hints_under_way: loads that wait for it, or run.
         pin_clock: ends pins that end by themselves.
-        clock: uses so far; what was used later has a higher tick, in whichever space.
+        clock: counts uses; what was used later has a higher tick, in whichever space.
+        cold: the cold tier, and how it does.
     """
 
     def __init__(
@@ -100,21 +94,15 @@ class HostShared:
         arena: PinnedArena,
         cold: ColdTier | None,
         device: str | None,
-        *,
-        clean_ahead: float,
-        cold_deadline: float,
-        quotas: Mapping[str, int],
+        settings: StoreSettings,
     ) -> None:
-        self._quotas = quotas
+        self.settings = settings
         self.tenants: dict[str, Tenant] = {}
         """Those that have a space, or had one."""
         self.records: RecordFile | None = None
         """Where what outlives this process is written down, if it is."""
         self.arena = arena
-        self.cold = cold
         self.device = device
-        self.clean_ahead = clean_ahead
-        self.cold_deadline = cold_deadline
         self.stats = HostStats()
         self.events = EventStream()
         self.mover = HostMover()
@@ -123,14 +111,12 @@ class HostShared:
         self.hints_under_way = 0
         self.pin_clock = PinClock()
         self.changed = threading.Condition(threading.Lock())
+        self.cold = ColdLink(cold, self.changed)
         self.closed = False
-        self.clock = 0
+        self.clock = UseClock()
         self._holders: list[ExtentHolder] = []
         self._taken = 0
         """Extents that spaces have."""
-        self._cold_down = False
-        self._cold_full = False
-        self._cold_retry_at = 0.0
         self._outbox: deque[tuple[EventKind, str, bytes, Sequence[bytes]]] = deque()
         self._telling = threading.Lock()
 
@@ -163,11 +149,6 @@ class HostShared:
             finally:
                 self._telling.release()
 
-    def tick(self) -> int:
-        """The tick of one more use."""
-        self.clock += 1
-        return self.clock
-
     def check_open(self) -> None:
         """Raise `ClosedError` if the store is closed."""
         if self.closed:
@@ -189,8 +170,8 @@ class HostShared:
         self.hinted.shutdown(wait=True, cancel_futures=True)
         self.loaders.shutdown(wait=True)
         self.mover.close()
-        if self.cold is not None and not keep_cold:
-            self.cold.close()
+        if self.cold.tier is not None and not keep_cold:
+            self.cold.tier.close()
         self.arena.close()
 
     # Tenants
@@ -199,8 +180,7 @@ class HostShared:
         """The tenant of a name."""
         tenant = self.tenants.get(name)
         if tenant is None:
-            quota = self._quotas.get(name, self._quotas.get(ANY_OTHER))
-            tenant = self.tenants[name] = Tenant(name, quota)
+            tenant = self.tenants[name] = Tenant(name, self.settings.quota_of(name))
         return tenant
 
     # Extents, which spaces take from the arena and from each other
@@ -298,7 +278,7 @@ class HostShared:
         if within and not up_to_share:
             # Else one whose blocks are all leased would bit by bit get what another goes on using.
             until = asking.oldest_use()
-            donors += [(space, self.clock + 1 if until is None else until) for space in within]
+            donors += [(space, self.clock.now + 1 if until is None else until) for space in within]
         return donors
 
     def _shares(self, tenants: AbstractSet[Tenant]) -> dict[Tenant, float]:
@@ -320,29 +300,3 @@ class HostShared:
             owned |= space.extents
         if len(owned) != self._taken:
             raise IntegrityError(f"spaces have {len(owned)} extents, {self._taken} are counted")
-
-    # The cold tier
-
-    @property
-    def cold_takes(self) -> bool:
-        """Whether a victim without a copy below should wait for one.
-
-        Not from the first batch that the tier did not take until it takes one again: nobody waits for a tier
-        that is being tried anew.
-        """
-        return self.cold is not None and not self._cold_down
-
-    @property
-    def cold_is_due(self) -> bool:
-        """Whether the tier may be asked to take something: not at once after it did not. Needs no lock."""
-        return time.monotonic() >= self._cold_retry_at
-
-    def cold_answered(self, status: npt.NDArray[np.uint8]) -> None:
-        """Stop asking a tier that did not take one record of a batch; ask again after a while."""
-        full = bool((status == ColdStatus.FULL).any())
-        if full and not self._cold_full:
-            _log.warning("the cold tier is full, or too small: blocks that it does not take are not kept")
-        self._cold_full = full
-        self._cold_down = not (status == ColdStatus.OK).any()
-        if self._cold_down:
-            self._cold_retry_at = time.monotonic() + _COLD_RETRY_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,9 +14,23 @@ from .handles import Generations, first_generations
 from .hashing import HASH_BYTES
 from .slot_crc import Crcs, SlotCrc
 
-__all__ = ["SlotArrays", "slot_specs"]
+__all__ = ["SlotArrays", "SlotState", "slot_specs"]
 
 _NAME: Final = f"V{HASH_BYTES}"
+
+
+class SlotState(enum.IntEnum):
+    """What a slot holds."""
+
+    FREE = 0
+    RESERVED = 1
+    COMMITTED = 2
+    DAMAGED = 3
+    """Its record is not to be believed: neither found nor granted."""
+    PURGED = 4
+    """Was committed; nobody finds it. It is free when who leases it, or copies it below, lets go of it."""
+    VOID = 5
+    """Is reserved, and will be free when it is committed: its name was purged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +39,7 @@ class SlotArrays:
 
     Args:
         generations: int64 [capacity], raised with every grant.
-        state: uint8 [capacity].
+        state: uint8 [capacity] of `SlotState`.
         hashes: V16 [capacity], of reserved and committed slots.
         pins: int32 [capacity].
         in_cold: bool [capacity], whether the cold tier has a copy.

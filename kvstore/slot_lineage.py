@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
-from .lineage import NO_PARENT, Ancestors, ChainPlace, Lineage, Words
+from .lineage import ChainPlace, Lineage, Words, word_column
 from .policy import Ids
 from .slot_arrays import SlotArrays
 
@@ -50,33 +50,19 @@ class SlotLineage:
         self._parents[slots] = words[new]
         self._depths[slots] = told[new]
 
-    def found(self, slots: _Places, hashes: Sequence[bytes], start: ChainPlace) -> None:
-        """A match found these slots, one or more: the leading ones of `hashes`, which follow each other.
+    def found(self, slots: _Places, hashes: Sequence[bytes], start: ChainPlace | None) -> None:
+        """A match found these slots, one or more: the leading ones of `hashes`.
 
         Args:
-            start: where in its chain the first one is.
+            start: where in its chain the first one is, which the others follow; None: that is not known.
         """
         self._hits[slots] += 1
-        if not self._depths[slots[-1]]:
-            self._learn_run(slots, hashes[: len(slots)], start)
-
-    def _learn_run(self, slots: _Places, hashes: Sequence[bytes], start: ChainPlace) -> None:
-        depths = self._depths[slots]
-        known = np.flatnonzero(depths)
-        depth = start.depth
-        if len(known):
-            # What is known of blocks tells more than where somebody who may not know says that they begin.
-            depth = int(depths[known[0]] - known[0])
-            if depth < 1 or (depths[known] - known != depth).any():
-                return
-        if depth:
-            before = start.before if depth == start.depth else NO_PARENT
-            self.learn(slots, Lineage.of_chain(hashes, ChainPlace(before, depth)))
-
-    def place_after(self, slot: int, name: bytes) -> ChainPlace:
-        """Where what follows the block of this slot and name is in its chain."""
-        depth = int(self._depths[slot])
-        return ChainPlace(name, depth + 1 if depth else 0)
+        if start is not None and not self._depths[slots[-1]]:
+            lineage = Lineage.of_chain(hashes[: len(slots)], start)
+            depths = self._depths[slots]
+            # Who contradicts what is known of some of them may be wrong about the others.
+            if ((depths == 0) | (depths == lineage.depths)).all():
+                self.learn(slots, lineage)
 
     def of(self, slots: Ids) -> tuple[Words, npt.NDArray[np.int32]]:
         """What is known of slots: uint64 [n] of their parents' hashes, int32 [n] depths."""
@@ -86,15 +72,6 @@ class SlotLineage:
         """How often matches found what slots hold, uint32 [n]; counted modulo 2^32."""
         hits: npt.NDArray[np.uint32] = self._hits[slots]
         return hits
-
-    def words(self, slots: Ids) -> Words:
-        """The first 8 bytes of slots' hashes, uint64 [n]."""
-        words: Words = self._hashes[slots].view("<u8")[::2].astype(np.uint64)
-        return words
-
-    def ancestors(self, slots: Ids) -> Ancestors:
-        """These slots' blocks, by position, to be asked which precede which."""
-        return Ancestors(self.words(slots), *self.of(slots))
 
     def adopt(self) -> None:
         """What another process left cannot be wrong but in being no lineage at all."""
@@ -116,21 +93,15 @@ class SlotLineage:
             raise IntegrityError(
                 "a host block has a depth below 0, or a parent and is the first of its chain"
             )
-        words = self.words(slots)
-        order = np.argsort(words, kind="stable")
-        words = words[order]
         # Of blocks whose hashes begin alike it is not known which one is meant.
-        alone = np.ones(len(words), dtype=np.bool_)
-        alone[1:] &= words[1:] != words[:-1]
-        alone[:-1] &= words[1:] != words[:-1]
-        at = np.minimum(np.searchsorted(words, parents), max(0, len(words) - 1))
-        there = (
-            np.flatnonzero((parents > 0) & (depths > 0) & alone[at] & (words[at] == parents))
-            if len(at)
-            else at
+        words, first, times = np.unique(
+            word_column(self._hashes[slots]), return_index=True, return_counts=True
         )
-        of_parents = depths[order[at[there]]]
-        wrong = (of_parents > 0) & (of_parents + 1 != depths[there])
-        if wrong.any():
-            slot = int(slots[there[wrong][0]])
-            raise IntegrityError(f"host slot {slot} has another depth in its chain than its parent's and one")
+        words, first = words[times == 1], first[times == 1]
+        children = np.flatnonzero((depths > 0) & (parents > 0) & np.isin(parents, words))
+        of_parents = depths[first[np.searchsorted(words, parents[children])]]
+        wrong = children[(of_parents > 0) & (of_parents + 1 != depths[children])]
+        if len(wrong):
+            raise IntegrityError(
+                f"host slot {slots[wrong[0]]} is not one deeper in its chain than its parent"
+            )

@@ -14,6 +14,7 @@ from ..tiers.layout import KVLayout
 from ..tiers.settings import expect_array, expect_byte_strings, expect_integer, expect_seconds, shown
 from .handles import Lease, Reservation, ReserveStatus
 from .hashing import HASH_BYTES
+from .lineage import CHAIN_START, ChainPlace, Lineage
 from .policy import Ids
 
 __all__ = ["SlotPlaces", "SlotSpace"]
@@ -152,12 +153,20 @@ class SlotPlaces(ABC):
 class SlotSpace(SlotPlaces):
     """`SlotPlaces` with the calls that copy blocks in and out by their names."""
 
-    def put(self, hashes: Sequence[bytes], blocks: npt.NDArray[np.uint8], *, wait: float = 0.0) -> int:
+    def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: npt.NDArray[np.uint8],
+        *,
+        wait: float = 0.0,
+        lineage: Lineage | None = None,
+    ) -> int:
         """Copy blocks in.
 
         Args:
             blocks: uint8 [len(hashes), block_bytes], each row contiguous.
             wait: seconds to wait for room.
+            lineage: what is known of the chains that they are of.
 
         Returns:
             how many of the hashes are resident afterwards, or were being written by somebody else.
@@ -169,7 +178,7 @@ class SlotSpace(SlotPlaces):
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         wait = expect_seconds("wait", wait)
         self.check_blocks(blocks, len(hashes))
-        with self.reserve(hashes, wait=wait) as reservation:
+        with self.reserve(hashes, wait=wait, lineage=lineage) as reservation:
             kept = self.write_blocks(reservation, blocks)
             reservation.commit()
             return kept
@@ -188,13 +197,17 @@ class SlotSpace(SlotPlaces):
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         self.check_out(out, len(hashes))
-        with self.match(hashes) as lease:
+        with self.match(hashes, start=None) as lease:
             return self.read_blocks(lease, out)
 
     @abstractmethod
-    def match(self, hashes: Sequence[bytes] | None = None) -> Lease:
+    def match(
+        self, hashes: Sequence[bytes] | None = None, *, start: ChainPlace | None = CHAIN_START
+    ) -> Lease:
         """Lease the leading blocks that are resident."""
 
     @abstractmethod
-    def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+    def reserve(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> Reservation:
         """Slots to write blocks into."""

@@ -34,19 +34,19 @@ from .handles import Generations, ReserveStatus, all_different, first_generation
 from .hashing import HASH_BYTES, leading
 from .lineage import Lineage
 from .policy import EvictionPolicy, Ids
-from .slot_arrays import SlotArrays
+from .slot_arrays import SlotArrays, SlotState
 from .slot_lineage import SlotLineage
+from .slot_looks import SlotLooks
 
 __all__ = ["Adopted", "Evicted", "OldExtent", "Purged", "SlotRecords"]
 
-_FREE: Final = 0
-_RESERVED: Final = 1
-_COMMITTED: Final = 2
-_DAMAGED: Final = 3
-_PURGED: Final = 4
-"""Was committed; nobody finds it, and it is free when those who lease it, or copy it below, let go of it."""
-_VOID: Final = 5
-"""Is reserved, and will be free when it is committed: its name was purged."""
+# Plain numbers: a member looked up on its class costs as much as comparing an array to it.
+_FREE: Final = int(SlotState.FREE)
+_RESERVED: Final = int(SlotState.RESERVED)
+_COMMITTED: Final = int(SlotState.COMMITTED)
+_DAMAGED: Final = int(SlotState.DAMAGED)
+_PURGED: Final = int(SlotState.PURGED)
+_VOID: Final = int(SlotState.VOID)
 
 _NAME: Final = f"V{HASH_BYTES}"
 _DENIED: Final = int(ReserveStatus.DENIED)
@@ -110,6 +110,7 @@ class SlotRecords:
         leases: int32 [capacity], pins included.
         in_cold: bool [capacity], whether the cold tier has a copy.
         lineage: the chains that blocks are of, and how often each was found.
+        looks: what is found out about slots without the lock.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class SlotRecords:
         self._free = SlotAllocator()
         self._policy = policy
         policy.resize(capacity)
+        self.looks = SlotLooks(slots_per_extent, arrays, self.leases, self._timed, self._cleaning)
 
     @property
     def capacity(self) -> int:
@@ -223,6 +225,16 @@ class SlotRecords:
         """The hashes of reserved or committed slots."""
         names: list[bytes] = self._hashes[slots].tolist()
         return names
+
+    def hashes_of(self, slots: Ids) -> npt.NDArray[np.void]:
+        """The same as an array, V16 [n]."""
+        hashes: npt.NDArray[np.void] = self._hashes[slots]
+        return hashes
+
+    @property
+    def committed_slots(self) -> Ids:
+        """The slots that hold a committed block, ascending."""
+        return np.flatnonzero(self._state == _COMMITTED).astype(np.int32)
 
     # Leases
 
@@ -408,6 +420,36 @@ class SlotRecords:
         victims = candidates[may_go][:count]
         self._policy.remove(victims)
         return self._forget(victims)
+
+    def idle(self, slots: Ids, generations: Generations, until: int) -> Ids:
+        """Those of these handles, none twice, whose blocks may go and were not used after a tick."""
+        at = slots.astype(np.intp)
+        idle = (self._state[at] == _COMMITTED) & (self.generations[at] == generations)
+        idle &= (self.leases[at] == 0) & ~self._cleaning[at] & (self._used_at[at] <= until)
+        found: Ids = slots[idle]
+        return found
+
+    def idle_named(self, hashes: Sequence[bytes]) -> Ids:
+        """The slots of those of these blocks that nobody leases; of those being copied below, too."""
+        found = {self.index[name]: None for name in hashes if name in self.index}
+        slots = np.fromiter(found, np.int32, len(found))
+        idle: Ids = slots[self.leases[slots] == 0]
+        return idle
+
+    def used_at(self, slots: Ids) -> npt.NDArray[np.int64]:
+        """The ticks of the last use of these."""
+        ticks: npt.NDArray[np.int64] = self._used_at[slots]
+        return ticks
+
+    def is_cleaning(self, slots: Ids) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of these are being copied to the cold tier."""
+        cleaning: npt.NDArray[np.bool_] = self._cleaning[slots]
+        return cleaning
+
+    def evict_idle(self, slots: Ids) -> Evicted:
+        """Let these go, which `idle` found."""
+        self._policy.remove(slots)
+        return self._forget(slots)
 
     def _forget(self, slots: Ids) -> Evicted:
         """Free blocks that the policy ranks no more."""

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import partial
 from typing import Final, NoReturn
 
@@ -29,16 +30,31 @@ from ..tiers.settings import (
     expect_integer,
     expect_seconds,
 )
+from .cold_writes import ColdWrites
 from .events import EventKind
+from .evicting import SpaceEvictions
 from .handles import Generations, Lease, Reservation, ReserveStatus
 from .hashing import HASH_BYTES, Tokens, hash_blocks, notes_id, space_id
+from .lineage import (
+    CHAIN_START,
+    NO_PARENT,
+    Ancestors,
+    ChainPlace,
+    Lineage,
+    expect_lineage,
+    expect_place,
+    first_words,
+    word_column,
+)
 from .loading import ColdLoad
 from .policy import Ids
 from .purging import HeldSlots, PurgeReport, SpacePurges
 from .room import SpaceRoom
 from .shared import HostShared
+from .slot_looks import SlotCounts
 from .slot_space import SlotSpace
 from .slots import SlotRecords
+from .status import SpaceStatus
 from .timed_pins import TimedPin, TimedPins
 
 __all__ = ["HostSpace"]
@@ -51,9 +67,6 @@ _INT64: Final = np.dtype(np.int64)
 _NEW: Final = int(ReserveStatus.NEW)
 _PRESENT: Final = int(ReserveStatus.PRESENT)
 
-# What one background write or load carries: enough to keep several connections busy, little enough that
-# a batch is through in tens of milliseconds.
-_COLD_BATCH_BYTES: Final = 32 << 20
 _ROOM_POLL_SECONDS: Final = 0.02
 _MOST_HINTS: Final = 64
 """Loads ahead that may be under way; what is hinted at beyond them is not loaded."""
@@ -89,6 +102,9 @@ class HostSpace(SlotSpace):
         self._timed = TimedPins()
         self._notes = notes_id(self.id) if tenant else NOTE_SPACE
         self._purges = SpacePurges(shared, records, self.id, self._notes, layout.block_bytes, self._tenant)
+        self._writes = ColdWrites(shared, records, self.id, layout.block_bytes, self.view, self._purges)
+        self.evictions = SpaceEvictions(shared, records, self._room, self._writes, self.id)
+        """What operators have go of it."""
 
     # Where slots are
 
@@ -143,6 +159,7 @@ class HostSpace(SlotSpace):
         tokens: Tokens | None = None,
         chain: bytes | None = None,
         cold_deadline: float | None = None,
+        start: ChainPlace | None = CHAIN_START,
     ) -> Lease:
         """Lease the leading blocks that are resident.
 
@@ -152,6 +169,8 @@ class HostSpace(SlotSpace):
             chain: the root of their chain (`ChainIdentity.root`).
             cold_deadline: seconds to spend on asking how many of the following blocks the cold tier
                 seems to have; None asks nothing.
+            start: where in their chain the hashes begin, which `lineage` tells of from then on; None: that is
+                not known, or they do not follow each other.
 
         Raises:
             ConfigError: neither hashes, nor tokens and chain, or both.
@@ -164,20 +183,28 @@ class HostSpace(SlotSpace):
             hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         if cold_deadline is not None:
             cold_deadline = expect_seconds("cold_deadline", cold_deadline)
-        return self.match_named(hashes, cold_deadline)
+        return self.match_named(hashes, cold_deadline, expect_place(start))
 
-    def match_named(self, hashes: Sequence[bytes], cold_deadline: float | None = None) -> Lease:
+    def match_named(
+        self,
+        hashes: Sequence[bytes],
+        cold_deadline: float | None = None,
+        start: ChainPlace | None = CHAIN_START,
+    ) -> Lease:
         """`match` that trusts its arguments: for names that were looked at already."""
         shared = self._shared
         with shared.lock():
             lease = self._lease_leading(hashes)
+            if len(lease):
+                self._records.lineage.found(lease.slots.astype(np.intp), hashes, start)
             shared.stats.matched += len(lease)
             shared.stats.missed += len(hashes) - len(lease)
             self._tenant.stats.matched += len(lease)
             self._tenant.stats.missed += len(hashes) - len(lease)
-        cold = shared.cold
-        if cold_deadline is not None and cold is not None and len(lease) < len(hashes):
-            lease.cold = self.count_in_cold(cold, hashes[len(lease) :], cold_deadline)
+        if cold_deadline is not None and len(lease) < len(hashes):
+            with shared.cold.use() as cold:
+                if cold is not None:
+                    lease.cold = self.count_in_cold(cold, hashes[len(lease) :], cold_deadline)
         return lease
 
     def lease_resident(self, hashes: Sequence[bytes]) -> Lease:
@@ -220,32 +247,96 @@ class HostSpace(SlotSpace):
             self._shared.check_open()
             self._drop_leases(slots)
 
+    # Chains
+
+    def lineage(self, hashes: Sequence[bytes]) -> Lineage:
+        """What is known of the chains that these blocks are of; nothing of those that are not resident.
+
+        A parent is told by its hash if it is resident, or among `hashes`.
+        """
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        records = self._records
+        with self._shared.lock():
+            self._shared.check_open()
+            there, slots = self._resident_of(hashes)
+            words, depths = records.lineage.of(slots)
+            resident = records.hashes_of(records.committed_slots)
+        names = dict(zip(first_words(hashes).tolist(), hashes, strict=True))
+        resident = resident[np.isin(word_column(resident), words)]
+        names |= zip(word_column(resident).tolist(), resident.tolist(), strict=True)
+        names[0] = NO_PARENT
+        parents = [NO_PARENT] * len(hashes)
+        of_all = np.zeros(len(hashes), dtype=np.int32)
+        of_all[there] = depths
+        for at, word in zip(there.tolist(), words.tolist(), strict=True):
+            parents[at] = names.get(word, NO_PARENT)
+        return Lineage(parents, of_all)
+
+    def chain_of(self, name: bytes) -> list[bytes]:
+        """The blocks from the first of a chain to the one of this hash, as far back as they are resident.
+
+        None where that one is not. All blocks are looked at, most of the time without the lock.
+        """
+        expect_bytes("name", name, HASH_BYTES)
+        records = self._records
+        with self._shared.lock():
+            self._shared.check_open()
+            _, slots = self._resident_of([name])
+            resident = records.committed_slots
+            ancestors = Ancestors(records.hashes_of(resident), *records.lineage.of(resident))
+        return ancestors.chain(int(np.searchsorted(resident, slots[0]))) if len(slots) else []
+
+    def hits(self, hashes: Sequence[bytes]) -> npt.NDArray[np.uint32]:
+        """How often matches found these blocks since they came, uint32 [n]; 0 for those that are not here."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        hits = np.zeros(len(hashes), dtype=np.uint32)
+        with self._shared.lock():
+            self._shared.check_open()
+            there, slots = self._resident_of(hashes)
+            hits[there] = self._records.lineage.hits(slots)
+        return hits
+
+    def learn(self, slots: Ids, lineage: Lineage) -> None:
+        """What these slots hold is of this lineage, as far as no other is known of it.
+
+        Trusts its arguments: for whoever has the slots leased or reserved.
+        """
+        with self._shared.lock():
+            self._shared.check_open()
+            self._records.lineage.learn(slots.astype(np.intp), lineage)
+
     # Writing blocks
 
-    def reserve(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+    def reserve(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> Reservation:
         """Slots to write blocks into.
 
         Args:
             hashes: the blocks' names; a name twice is PENDING the second time.
             wait: seconds to wait for room that the background writer is making, here or in a space that is to
                 give some.
+            lineage: what is known of the chains that the blocks are of, for operators and policies.
 
         Raises:
-            ConfigError: a hash is not 16 bytes.
+            ConfigError: a hash is not 16 bytes, or `lineage` of other blocks.
             QuotaError: there are blocks to write and the tenant's quota has room for none of them: what it
                 has is leased, pinned or being written.
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        return self._unless_over_quota(*self._reserve(hashes, expect_seconds("wait", wait)))
+        lineage = expect_lineage(lineage, len(hashes))
+        return self._unless_over_quota(*self._reserve(hashes, expect_seconds("wait", wait), lineage))
 
-    def reserve_at_once(self, hashes: Sequence[bytes]) -> Reservation | None:
+    def reserve_at_once(
+        self, hashes: Sequence[bytes], *, lineage: Lineage | None = None
+    ) -> Reservation | None:
         """`reserve` with time to wait, where none is needed; None, and nothing is granted, where it is.
 
         Raises:
             QuotaError: as of `reserve`.
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        done = self._grant(hashes, 0.0, at_once=True)
+        done = self._grant(hashes, 0.0, expect_lineage(lineage, len(hashes)), at_once=True)
         return None if done is None else self._unless_over_quota(*done)
 
     def _unless_over_quota(self, reservation: Reservation, over_quota: bool) -> Reservation:
@@ -256,22 +347,26 @@ class HostSpace(SlotSpace):
             )
         return reservation
 
-    def reserve_named(self, hashes: Sequence[bytes], *, wait: float = 0.0) -> Reservation:
+    def reserve_named(
+        self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
+    ) -> Reservation:
         """`reserve` that trusts its arguments: for names made by `kvstore.hashing`, in an engine's step.
 
         Where the tenant's quota has no room, blocks are denied, as they are for want of memory.
         """
-        return self._reserve(hashes, wait)[0]
+        return self._reserve(hashes, wait, lineage)[0]
 
-    def _reserve(self, hashes: Sequence[bytes], wait: float) -> tuple[Reservation, bool]:
+    def _reserve(
+        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None
+    ) -> tuple[Reservation, bool]:
         """Slots to write blocks into, and whether the tenant's quota was why there were not enough."""
-        done = self._grant(hashes, wait)
+        done = self._grant(hashes, wait, lineage)
         if done is None:
             raise TypeError("only what is to be granted at once or not at all may be nothing")
         return done
 
     def _grant(
-        self, hashes: Sequence[bytes], wait: float, *, at_once: bool = False
+        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None, *, at_once: bool = False
     ) -> tuple[Reservation, bool] | None:
         """See `_reserve`; `at_once`: None, rather than to wait where that may help."""
         end = time.monotonic() + wait
@@ -305,7 +400,11 @@ class HostSpace(SlotSpace):
             chosen = wanted[: len(granted)]
             status[chosen] = _NEW
             slots[chosen] = granted
-            records.reserve(granted, [hashes[at] for at in chosen.tolist()])
+            of_chosen = None if lineage is None else lineage.take(chosen)
+            records.reserve(granted, [hashes[at] for at in chosen.tolist()], of_chosen)
+            if present is not None and lineage is not None:
+                known = np.flatnonzero(status == _PRESENT)
+                records.lineage.learn(slots[known].astype(np.intp), lineage.take(known))
             shared.stats.denied += short
             over_quota = short > 0 and self._room.over_quota
             self._tenant.stats.denied += short
@@ -341,7 +440,7 @@ class HostSpace(SlotSpace):
             shared.check_open()
             good = self._records.reserved(slots, generations)
             mine = slots if good.all() else slots[good]
-            names = self._records.commit(mine, shared.tick(), in_cold=in_cold)
+            names = self._records.commit(mine, shared.clock.tick(), in_cold=in_cold)
             self._purges.written(names)
             shared.stats.committed += len(names)
             self._tenant.stats.committed += len(names)
@@ -439,23 +538,24 @@ class HostSpace(SlotSpace):
                 count = self._records.demote(hashes)
                 shared.stats.hinted_unwanted += count
                 return count
-        load = ColdLoad(self, hashes)
+        load = ColdLoad(self, hashes, None)
         resident = len(hashes) - len(load.missing)
         with shared.lock():
             shared.check_open()
-            loads = bool(load.missing) and shared.cold is not None and shared.hints_under_way < _MOST_HINTS
+            has_cold = shared.cold.tier is not None
+            loads = bool(load.missing) and has_cold and shared.hints_under_way < _MOST_HINTS
             count = len(hashes) if loads else resident
             shared.stats.hinted_wanted += count
-            if loads and shared.cold is not None:
+            if loads:
                 shared.hints_under_way += 1
-                shared.hinted.submit(self._load_ahead, load, shared.cold)
+                shared.hinted.submit(self._load_ahead, load)
         if not loads:
             load.release()
         return count
 
-    def _load_ahead(self, load: ColdLoad, cold: ColdTier) -> None:
+    def _load_ahead(self, load: ColdLoad) -> None:
         try:
-            load.run(cold, self._shared.cold_deadline)
+            self._load_up(load)
             load.release()
             load.done()
         except Exception:  # noqa: BLE001  nobody waits for it
@@ -478,6 +578,25 @@ class HostSpace(SlotSpace):
             self._shared.check_open()
             return self._room.evict(count, spare_dirty=False)
 
+    def demote(self, hashes: Sequence[bytes], *, deadline: float = 30.0) -> int:
+        """Have blocks be in the cold tier alone: copied there if they are not yet, then dropped here.
+
+        What somebody leases or has pinned stays, and so does what the cold tier does not take in time; of a
+        prompt the end goes first.
+
+        Args:
+            hashes: which blocks.
+            deadline: seconds that copying may take.
+
+        Returns:
+            how many were dropped.
+
+        Raises:
+            ColdTierUnavailableError: there is no cold tier.
+        """
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        return self.evictions.demote(hashes, time.monotonic() + expect_seconds("deadline", deadline))
+
     def room_may_come(self, held: int) -> bool:
         """Whether waiting for slots may help: others have some, or the arena is growing.
 
@@ -491,30 +610,47 @@ class HostSpace(SlotSpace):
 
     # From the cold tier
 
-    def load(self, hashes: Sequence[bytes], deadline: float) -> Lease:
+    def load(
+        self, hashes: Sequence[bytes], deadline: float, *, start: ChainPlace | None = CHAIN_START
+    ) -> Lease:
         """Bring blocks up from the cold tier and lease the leading ones that are resident then.
 
         What has not arrived after `deadline` seconds goes on loading and serves the next request.
+
+        Args:
+            start: where in their chain the hashes begin, as of `match`.
         """
         deadline = expect_seconds("deadline", deadline)
-        load = self.start_load(hashes)
+        load = self.start_load(hashes, start=start)
         try:
             load.wait(deadline)
             return self.lease_resident(hashes)
         finally:
             load.release()
 
-    def start_load(self, hashes: Sequence[bytes]) -> ColdLoad:
-        """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
+    def start_load(self, hashes: Sequence[bytes], *, start: ChainPlace | None = CHAIN_START) -> ColdLoad:
+        """Start bringing up from the cold tier what it has of the leading blocks; returns at once.
+
+        Args:
+            start: where in their chain the hashes begin, as of `match`.
+        """
         shared = self._shared
-        load = ColdLoad(self, expect_byte_strings("hashes", hashes, HASH_BYTES))
+        load = ColdLoad(self, expect_byte_strings("hashes", hashes, HASH_BYTES), expect_place(start))
         with shared.lock():
             shared.check_open()
-            if load.missing and shared.cold is not None:
-                shared.loaders.submit(load.run, shared.cold, shared.cold_deadline)
+            if load.missing and shared.cold.tier is not None:
+                shared.loaders.submit(self._load_up, load)
             else:
                 load.finish()
         return load
+
+    def _load_up(self, load: ColdLoad) -> None:
+        """In a loader thread."""
+        with self._shared.cold.use() as cold:
+            if cold is None:  # it went meanwhile
+                load.finish()
+            else:
+                load.run(cold, self._shared.settings.cold_deadline)
 
     def count_in_cold(self, cold: ColdTier, hashes: Sequence[bytes], deadline: float) -> int:
         """How many leading blocks the cold tier seems to have; 0 where it does not answer by `deadline`."""
@@ -523,24 +659,30 @@ class HostSpace(SlotSpace):
         there = cold.contains(self.id, hashes, deadline)
         return len(there) if there.all() else int(there.argmin())
 
-    def read_from_cold(self, cold: ColdTier, hashes: Sequence[bytes], deadline: float) -> tuple[int, int]:
+    def read_from_cold(
+        self, cold: ColdTier, hashes: Sequence[bytes], deadline: float, start: ChainPlace | None
+    ) -> tuple[int, int]:
         """Read one batch of leading blocks, those that are not resident nor being written.
 
         Args:
             deadline: seconds to wait for room, and for the cold tier.
+            start: where in its chain the first one is, which the others follow; None: that is not known.
 
         Returns:
             how many leading blocks that was about, and how many of them arrived.
         """
         shared = self._shared
-        batch = list(hashes[: max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)])
+        batch = list(hashes[: self._writes.most])
         with shared.lock():
+            if shared.cold.tier is not cold:
+                return 0, 0  # it is about to go, and waits for this load
             # Not further than to what is resident: it may have to make room for what comes first.
             index = self._records.index
             batch = batch[: next((at for at, name in enumerate(batch) if name in index), None)]
             batch = list(self._purges.may_load(batch))
         # No room, by the quota or not, is a miss.
-        with self._reserve(batch, deadline)[0] as reservation:
+        lineage = None if start is None else Lineage.of_chain(batch, start)
+        with self._reserve(batch, deadline, lineage)[0] as reservation:
             new = reservation.new
             names = [batch[at] for at in new.tolist()]
             views = [self.view(slot) for slot in reservation.slots[new].tolist()]
@@ -552,6 +694,7 @@ class HostSpace(SlotSpace):
             arrived = new[status == ColdStatus.OK]
             reservation.commit(arrived, in_cold=True)
         with shared.lock():
+            shared.cold.heard(status)
             shared.stats.cold_loaded += len(arrived)
             shared.stats.cold_missed += len(new) - len(arrived)
         return len(batch), len(arrived)
@@ -582,54 +725,30 @@ class HostSpace(SlotSpace):
         Returns:
             how many were written; 0 when there is nothing to do or the tier did not take any.
         """
-        shared, records = self._shared, self._records
+        shared = self._shared
         shared.check_open()
-        if shared.cold is None:
-            return 0
-        limit = max(1, _COLD_BATCH_BYTES // self.layout.block_bytes)
-        with shared.lock():
-            slots = records.next_dirty(limit) if flush else self._room.to_clean()[:limit]
-            if not len(slots):
+        with shared.cold.use() as cold:
+            if cold is None:
                 return 0
-            records.start_cleaning(slots)
-            names = records.names(slots)
-        deadline = shared.cold_deadline
-        if until is not None:
-            deadline = min(deadline, max(0.001, until - time.monotonic()))
-        views = [self.view(slot) for slot in slots.tolist()]
-        status = np.full(len(slots), ColdStatus.UNAVAILABLE, dtype=np.uint8)
-        try:
-            status = shared.cold.put(self.id, names, views, deadline)
-        finally:
-            for view in views:
-                view.release()
-            done = status == ColdStatus.OK
-            written = int(np.count_nonzero(done))
-            with shared.lock():
-                purged = records.end_cleaning(slots, done)
-                done &= ~purged
-                shared.stats.cold_written += written
-                shared.stats.cold_write_failed += len(slots) - written
-                shared.cold_answered(status)
-                shared.post(
-                    EventKind.STORED, "cold", self.id, [names[at] for at in np.flatnonzero(done).tolist()]
-                )
-                shared.changed.notify_all()
-            if purged.any():
-                self._purges.remove_copies([names[at] for at in np.flatnonzero(purged).tolist()])
-        return written
+            return self._writes.write(cold, self._records.next_dirty if flush else self._to_clean, until)
+
+    def _to_clean(self, limit: int) -> Ids:
+        return self._room.to_clean()[:limit]
 
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
         """Keep a small named record in the cold tier; False where there is none or it did not take it."""
         self._shared.check_open()
-        key, cold = self.id + expect_bytes("name", name), self._shared.cold
+        key = self.id + expect_bytes("name", name)
         expect_bytes("value", value)
-        seconds = self._shared.cold_deadline if deadline is None else expect_seconds("deadline", deadline)
-        if cold is None or not self._purges.may_put_note(name, time.monotonic() + seconds):
-            return False
-        if not self.tenant:
-            return cold.put_note(key, value, deadline) == ColdStatus.OK
-        return cold.put_note(key, value, deadline, space=self._notes) == ColdStatus.OK
+        seconds = (
+            self._shared.settings.cold_deadline if deadline is None else expect_seconds("deadline", deadline)
+        )
+        with self._shared.cold.use() as cold:
+            if cold is None or not self._purges.may_put_note(name, time.monotonic() + seconds):
+                return False
+            if not self.tenant:
+                return cold.put_note(key, value, deadline) == ColdStatus.OK
+            return cold.put_note(key, value, deadline, space=self._notes) == ColdStatus.OK
 
     def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
         """A named record from the cold tier, or None."""
@@ -639,13 +758,14 @@ class HostSpace(SlotSpace):
     def read_note(self, name: bytes, deadline: float | None = None) -> tuple[ColdStatus, bytes]:
         """A named record from the cold tier, or why there is none: one that was purged is a miss."""
         self._shared.check_open()
-        key, cold = self.id + expect_bytes("name", name), self._shared.cold
-        with self._shared.lock():
-            if cold is None or not self._purges.may_read_note(name):
-                return ColdStatus.MISS, b""
-        if not self.tenant:
-            return cold.get_note(key, deadline)
-        return cold.get_note(key, deadline, space=self._notes)
+        key = self.id + expect_bytes("name", name)
+        with self._shared.cold.use() as cold:
+            with self._shared.lock():
+                if cold is None or not self._purges.may_read_note(name):
+                    return ColdStatus.MISS, b""
+            if not self.tenant:
+                return cold.get_note(key, deadline)
+            return cold.get_note(key, deadline, space=self._notes)
 
     def purge(
         self, hashes: Sequence[bytes] | None, *, notes: Sequence[bytes] = (), deadline: float = 30.0
@@ -679,6 +799,30 @@ class HostSpace(SlotSpace):
     def retry_purges(self) -> None:
         """Have the cold tier remove what it was to and did not, if there is something and it is time."""
         self._purges.try_again()
+
+    def status(self) -> SpaceStatus:
+        """The space as it is. Slots are counted without the lock."""
+        records = self._records
+        with self._shared.lock():
+            self._shared.check_open()
+            extents = frozenset(records.extents)
+            known = SpaceStatus(
+                self.id,
+                self.layout,
+                self.shard,
+                self.tenant,
+                slots_per_extent=self.slots_per_extent,
+                extents=len(extents),
+                capacity=self.capacity,
+                resident=len(records.index),
+                reserved=len(records.pending),
+                evictable=records.evictable,
+                free=records.free,
+                cleaning=records.cleaning,
+                slots=SlotCounts(),
+                unpurged=self._purges.pending,
+            )
+        return replace(known, slots=records.looks.count(extents))
 
     # What another process left
 
@@ -729,6 +873,13 @@ class HostSpace(SlotSpace):
 
     # Inside: all of it is called with the lock held.
 
+    def _resident_of(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], Ids]:
+        """Which of these are resident: int64 [n] positions, and their slots."""
+        index = self._records.index
+        there = [at for at, name in enumerate(hashes) if name in index]
+        slots = np.array([index[hashes[at]] for at in there], dtype=np.int32)
+        return np.array(there, dtype=np.int64), slots
+
     def _lease_leading(self, hashes: Sequence[bytes]) -> Lease:
         self._shared.check_open()
         slots = self._records.resident(hashes)
@@ -736,7 +887,7 @@ class HostSpace(SlotSpace):
         return Lease(self, slots, self._records.generations[slots.astype(np.intp)])
 
     def _drop_leases(self, slots: Ids) -> None:
-        if self._records.drop_leases(slots, self._shared.tick()):
+        if self._records.drop_leases(slots, self._shared.clock.tick()):
             self._shared.changed.notify_all()
 
     def _refuse(self, what: str, slots: Ids) -> NoReturn:

@@ -40,6 +40,7 @@ from .events import Listener
 from .far import FarBlocks
 from .handles import Generations
 from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, space_id
+from .lineage import ChainPlace, Lineage
 from .policy import Ids
 from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
@@ -263,10 +264,15 @@ class TieredStore:
         if self.host is None:
             return None
         names = list(hashes)
+        column = len(names) if partial is None else partial.length // self.layout.block_size
         if partial is not None:
-            names.insert(partial.length // self.layout.block_size, partial.name)
+            names.insert(column, partial.name)
         near = len(self.pool.match(names))
-        return self.host.start_load(names[near:]) if near < len(names) else None
+        if near == len(names):
+            return None
+        # What comes after a partly filled block in this list does not in its chain.
+        start = ChainPlace.at(names, near) if column >= len(hashes) else None
+        return self.host.start_load(names[near:], start=start)
 
     def fork(self, row: int) -> int:
         """A second sequence with the same KV: all blocks are shared, the last one copied when written.
@@ -416,7 +422,8 @@ class TieredStore:
         if names:
             first = before // self.layout.block_size
             columns = np.arange(first, first + len(names), dtype=np.int64)
-            self._publish(np.full(len(names), row, dtype=np.int64), columns, names)
+            rows = np.full(len(names), row, dtype=np.int64)
+            self._publish(rows, columns, *self._chains.named(rows, columns))
 
     def append(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
         """The KV of one more token of each row is written.
@@ -434,7 +441,7 @@ class TieredStore:
         full = (places == size - 1).nonzero()[0]
         if len(full):
             rows, columns = rows[full], lengths[full] // size
-            self._publish(rows, columns, self._chains.names(rows, columns))
+            self._publish(rows, columns, *self._chains.names(rows, columns))
 
     def poll(self) -> None:
         """Between steps: end leases, finish copies, start the next ones.
@@ -493,10 +500,11 @@ class TieredStore:
             limit = expect_integer("limit", limit, 0)
         if self._far is None or self._promotions is None or not self._far.counts[row]:
             return 0
-        words, names = self._promotable(self._far, self._promotions, row)
+        words, columns = self._promotable(self._far, self._promotions, row)
         stop = max(0, min(limit, self.available_blocks, len(words)))
         if stop:
-            self._promotions.start(words[:stop], names[:stop])
+            cells = np.full(stop, row, dtype=np.int64), columns[:stop]
+            self._promotions.start(words[:stop], *self._chains.named(*cells))
         return stop
 
     def start_install(
@@ -522,14 +530,16 @@ class TieredStore:
         limit = min(limit, self.available_blocks)
         if limit <= 0:
             return None
-        found: dict[int, bytes] = {}
+        found: dict[int, tuple[int, int]] = {}
         for row in rows[self._far.counts[rows] > 0].tolist():
-            words, names = self._promotable(self._far, self._promotions, row)
-            found.update(zip(words.tolist(), names, strict=True))
+            words, columns = self._promotable(self._far, self._promotions, row)
+            found.update(zip(words.tolist(), ((row, column) for column in columns.tolist()), strict=True))
         if not found:
             return None
         chosen = np.array(list(found)[:limit], dtype=np.int64)
-        return self._promotions.start_install(chosen, list(found.values())[:limit], readers)
+        cells = np.array(list(found.values())[:limit], dtype=np.int64)
+        names, lineage = self._chains.named(cells[:, 0], cells[:, 1])
+        return self._promotions.start_install(chosen, names, lineage, readers)
 
     def finish_install(self) -> None:
         """The step that `start_install` was for is done: what it copied is read in the device tier now."""
@@ -537,15 +547,16 @@ class TieredStore:
         if self._promotions is not None:
             self._promotions.finish_install()
 
-    def _promotable(self, far: FarBlocks, promotions: Promotions, row: int) -> tuple[Words, list[bytes]]:
-        """The words and names of a row's far blocks that are full or its own, and not moving."""
+    def _promotable(
+        self, far: FarBlocks, promotions: Promotions, row: int
+    ) -> tuple[Words, npt.NDArray[np.int64]]:
+        """The words and columns of a row's far blocks that are full or its own, and not moving."""
         words = self.table.row(row)
         columns = np.flatnonzero(words & FAR)
         if self._tails.shared[row]:
             columns = columns[columns < self.lengths[row] // self.layout.block_size]
         columns = columns[~promotions.are_moving(far.slots_at(words[columns]))]
-        hashes = self._chains.hashes(row)
-        return words[columns], [hashes[column] for column in columns.tolist()]
+        return words[columns], columns
 
     def far_blocks(self, row: int) -> int:
         """How many of a row's blocks lie in host memory."""
@@ -796,15 +807,21 @@ class TieredStore:
         if not word & FAR:
             block = self._device.blocks_at(np.array([word]))
             if self.pool.hash_of(int(block[0])) is None and name not in self.pool.index:
-                self._device.publish(block, [name])
+                column = length // self.layout.block_size
+                place = ChainPlace.at(self._chains.hashes(row), column)
+                self._device.publish(block, [name], Lineage.of_chain([name], place))
         return name
 
     def _publish(
-        self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], names: Sequence[bytes]
+        self,
+        rows: npt.NDArray[np.int64],
+        columns: npt.NDArray[np.int64],
+        names: Sequence[bytes],
+        lineage: Lineage,
     ) -> None:
         """Blocks (row, column) are full. What was computed twice at the same time is kept once."""
         blocks = self._device.blocks_at(self.table.words[rows, columns])
-        holders = self._device.publish(blocks, names)
+        holders = self._device.publish(blocks, names, lineage)
         if holders is blocks:
             return
         for at in (holders != blocks).nonzero()[0].tolist():

@@ -114,7 +114,9 @@ class WriteBack:
             return
         if time.monotonic() < self._retry_at:
             wait = 0.0
-        reservation = self._host.reserve_named(pool.hashes_of(asked), wait=wait)
+        reservation = self._host.reserve_named(
+            pool.hashes_of(asked), wait=wait, lineage=pool.lineage_of(asked)
+        )
         status = reservation.status
         present = np.flatnonzero(status == ReserveStatus.PRESENT)
         pool.host_slots[asked[present]] = reservation.slots[present]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kvpager.kvstore import space as space_module
+from kvpager.kvstore import cold_writes
 from kvpager.kvstore.events import BlockEvent, EventKind
 from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
@@ -558,7 +558,7 @@ def test_a_cold_tier_that_refuses_costs_hits_and_never_time(tmp_path: Path) -> N
         end = time.monotonic() + 10.0
         while host.flush(1.0) and time.monotonic() < end:
             time.sleep(0.05)
-        assert host._shared.cold_takes
+        assert host._shared.cold.takes
 
 
 def test_a_load_ends_at_its_deadline_and_serves_the_next_request(tmp_path: Path) -> None:
@@ -877,7 +877,7 @@ def test_a_small_cold_tier_keeps_what_is_hottest_and_the_beginnings_of_prefixes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leased: bool
 ) -> None:
     """Three prefixes of four blocks, flushed in batches of two, into a disk of six records."""
-    monkeypatch.setattr(space_module, "_COLD_BATCH_BYTES", 2 * SMALL.block_bytes)
+    monkeypatch.setattr(cold_writes, "COLD_BATCH_BYTES", 2 * SMALL.block_bytes)
     cold = TroubledDisk(tmp_path, capacity_bytes=6 * 4096)
     with store(3, cold, clean_ahead=0.0) as host:
         space = host.space(SMALL)

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kvpager.kvstore.handles import first_generations
+from kvpager.kvstore.lineage import Lineage
 from kvpager.kvstore.policy import LRUPolicy
 from kvpager.kvstore.pool import BlockPool
 from kvpager.tiers.arena import SlotAllocator
@@ -20,7 +21,7 @@ class Fixture:
     def named(self, *names: bytes) -> npt.NDArray[np.int32]:
         blocks = self.pool.allocate(len(names))
         for block, name in zip(blocks.tolist(), names, strict=True):
-            self.pool.publish(np.array([block], dtype=np.int32), [name])
+            self.pool.publish(np.array([block], dtype=np.int32), [name], Lineage.of_chain([name]))
         return blocks
 
     def check(self, *held: Sequence[int] | npt.NDArray[np.int32]) -> None:
@@ -47,7 +48,7 @@ def test_a_block_is_free_held_or_cached() -> None:
 def test_an_unnamed_block_is_free_as_soon_as_nobody_holds_it() -> None:
     fixture = Fixture(2)
     blocks = fixture.pool.allocate(2)
-    fixture.pool.publish(blocks[:1], [b"a"])
+    fixture.pool.publish(blocks[:1], [b"a"], Lineage.of_chain([b"a"]))
     fixture.pool.drop(blocks)
     assert (fixture.pool.free, fixture.pool.cached) == (1, 1)
     fixture.check()

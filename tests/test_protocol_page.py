@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from kvpager.api import answers, listening, remote_access, sidecar, wire
+from kvpager.api import listening, remote_access, service, sidecar, wire
 from kvpager.api.connection import Limits
 from kvpager.api.messages import MOST_HASHES, Flags, Hashes, Message, Statuses
 from kvpager.api.remote_access import RemoteAccess
@@ -61,7 +61,7 @@ def test_numbers_are_as_they_are_written() -> None:
     assert f"up to {limits.requests} requests that wait" in PAGE
     assert f"{limits.request_bytes >> 20} MiB, of one connection" in PAGE
     assert f"more than {limits.unread_bytes >> 20} MiB of its replies" in PAGE
-    assert f"longer than {answers._MOST_WAIT:g} seconds" in PAGE
+    assert f"longer than {service.MOST_WAIT:g} seconds" in PAGE
     assert f"within {sidecar._HELLO_SECONDS:g} seconds" in PAGE
     assert f"{sidecar._MOST_HELLO:,} bytes long at most" in PAGE
     assert f"takes {RemoteAccess('127.0.0.1', 0, 't' * 16).max_clients} clients at a time over TCP" in PAGE

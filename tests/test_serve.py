@@ -34,7 +34,17 @@ class Serve:
     ) -> None:
         self.path = path
         self.process = subprocess.Popen(
-            [sys.executable, *program, "serve", "--socket", str(path), "--host-bytes", "16M", *arguments],
+            [
+                sys.executable,
+                *program,
+                "serve",
+                "--socket",
+                str(path),
+                "--host-bytes",
+                "16M",
+                "--admin=off",
+                *arguments,
+            ],
             env={**os.environ, "PYTHONSAFEPATH": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

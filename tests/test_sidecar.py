@@ -196,7 +196,7 @@ def test_who_has_not_said_hello_when_it_stops_is_told_so(host: HostStore, path: 
         await_true(lambda: bool(running.sidecar._greetings))
         stopping = threading.Thread(target=running.stop)
         stopping.start()
-        await_true(lambda: running.sidecar._service.draining)
+        await_true(lambda: running.sidecar._service.stopping)
         with pytest.raises(ServiceUnavailableError, match="being stopped"):
             client.greet(hello())
         stopping.join(30)

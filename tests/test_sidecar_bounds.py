@@ -153,7 +153,7 @@ def test_requests_that_wait_are_bounded_and_the_clients_quick_ones_go_on(tmp_pat
         client.call(Commit(space, granted.slots, granted.generations), Done)
         leases = client.call(Match(space, names(0, capacity - 1), 0.0), Leased)
         # One block could go once it is below, but nothing is written there: these wait.
-        host._shared._cold_retry_at = time.monotonic() + 3600
+        host._shared.cold._retry_at = time.monotonic() + 3600
         waiting = [client.send(Reserve(space, names(capacity + at * 2, 2), 0.3)) for at in range(7)]
         quick = client.send(GetStats())
         frame = client.receive()

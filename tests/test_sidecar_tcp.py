@@ -939,7 +939,7 @@ def test_a_sidecar_that_stops_takes_what_was_reserved_and_nothing_new(
         reservation = space.reserve(names(0, 3))
         stopping = threading.Thread(target=running.stop, args=(60.0,))
         stopping.start()
-        await_true(lambda: running.sidecar._service.draining)
+        await_true(lambda: running.sidecar._service.stopping)
         with pytest.raises(ServiceUnavailableError):
             space.put(names(10, 1), blocks(1))
         for _ in range(2):

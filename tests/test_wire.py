@@ -206,7 +206,7 @@ def test_fields_of_another_type_and_too_few_are_refused_and_more_are_not(kind: t
     assert not isinstance(frame, Failure)
     packed = tuple(tuple(value) if isinstance(value, list) else value for value in fields_of(frame.message))
     assert same(message_of(kind.TAG, (*packed, "a field of tomorrow", 5)), frame.message)
-    needed = [one for one in fields(kind) if one.default is MISSING]  # type: ignore[arg-type]
+    needed = [one for one in fields(kind) if one.default is MISSING is one.default_factory]  # type: ignore[arg-type]
     for count in range(len(packed)):
         if count < len(needed):
             with pytest.raises(ProtocolError, match="fields"):
@@ -261,7 +261,7 @@ def test_a_frame_that_has_not_come_whole_is_held_and_no_more() -> None:
 def test_tags_are_told_apart_and_every_message_has_one() -> None:
     assert len({kind.TAG for kind in MESSAGES}) == len(MESSAGES) >= 31
     with pytest.raises(TypeError, match="Done"):
-        messages._message(Done.TAG)(Count)
+        messages.tagged(Done.TAG)(Count)
 
 
 # The recorded frames

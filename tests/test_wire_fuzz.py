@@ -53,6 +53,7 @@ from kvpager.api.messages import (
     Subscribe,
     Unpin,
 )
+from kvpager.api.operator_messages import Disconnect, EvictWhere
 from kvpager.api.remote_access import RemoteAccess
 from kvpager.api.wire import Failure, Notice, Reply, Request, encode
 from kvpager.kvstore.handles import Generations
@@ -289,6 +290,8 @@ def test_a_first_frame_that_is_wrong_is_told_so(
 # Requests of any kind
 
 
+_NO_BYSTANDER = 100
+"""The bystanders are clients of lower ids."""
 LIKELY: dict[Any, st.SearchStrategy[Any]] = {
     **VALUES,
     int: st.integers(-1, 40) | VALUES[int],
@@ -315,9 +318,11 @@ def likely(kind: type[Message], seen: dict[str, Generations]) -> st.SearchStrate
             lambda at: seen["generations"][np.array(at, np.int64)]
         ),
     }
-    if kind is PurgeTenant:
-        # Not the bystanders', whose blocks would go.
+    # Not the bystanders', whose blocks or connections would go.
+    if kind in (PurgeTenant, EvictWhere):
         of_names["tenant"] = st.sampled_from(["anna", "é" * 300])
+    if kind is Disconnect:
+        of_names["client"] = st.integers(-1, 0) | st.integers(_NO_BYSTANDER, 2**63)
     return st.builds(
         kind,
         **{
@@ -353,10 +358,13 @@ def test_requests_that_nearly_make_sense_are_answered_each_and_harm_nobody(
 
 
 def spares_the_bystanders(frame: Any) -> bool:
-    """Not the purge of whoever has no tenant, as the bystanders have none: their blocks would go."""
-    return not (
-        isinstance(frame, Request) and isinstance(frame.message, PurgeTenant) and not frame.message.tenant
-    )
+    """Whether no block or connection of the bystanders would go, who have no tenant and came first."""
+    message = frame.message if isinstance(frame, Request) else None
+    if isinstance(message, PurgeTenant | EvictWhere):
+        return message.tenant != ""
+    if isinstance(message, Disconnect):
+        return not 0 < message.client < _NO_BYSTANDER
+    return True
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(5000, marks=pytest.mark.full)])

@@ -55,6 +55,9 @@ class TroubledDisk(DiskColdTier):
             return np.zeros(len(hashes), dtype=np.bool_)
         return super()._contains(space, hashes, until)
 
+    def _ping(self, until: float) -> ColdStatus:
+        return ColdStatus.UNAVAILABLE if self._down else super()._ping(until)
+
     def _put_note(self, space: bytes, note: bytes, value: bytes, until: float) -> ColdStatus:
         return super()._put_note(space, note, value, until) if self.fault is None else self.fault
 

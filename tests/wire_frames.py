@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvpager.api import messages
+from kvpager.api import messages, operator_messages
 from kvpager.api.messages import Message
 from kvpager.api.wire import Failure, Frame, Notice, Reply, Request, encode
 from kvpager.tiers import errors
@@ -26,7 +26,8 @@ MESSAGES: tuple[type[Message], ...] = tuple(
     sorted(
         (
             one
-            for one in (getattr(messages, name) for name in messages.__all__)
+            for module in (messages, operator_messages)
+            for one in (getattr(module, name) for name in module.__all__)
             if isinstance(one, type) and issubclass(one, Message) and one is not Message
         ),
         key=lambda kind: kind.TAG,
@@ -59,8 +60,9 @@ def frames() -> dict[str, Frame]:
     slots = np.array([0, 7, 2**31 - 1], np.int32)
     generations = np.array([1, 2, 2**63 - 1], np.int64)
     hashes = (_hash(0), _hash(100))
+    parents, depths = (bytes(16), _hash(0)), np.array([1, 2], np.int32)
     layout = (32, 8, 128, 16, "float16", "swizzled", 2, 0, 0)
-    m = messages
+    m, o = messages, operator_messages
     made: dict[str, Frame] = {
         "hello": Request(0, m.Hello("kvpager", 1, 1, _hash(16), 4242, "", "engine 0", client=_hash(32))),
         "welcome": Reply(0, m.Welcome(1, _hash(48), 8 << 30, 256 << 20, 64 << 20)),
@@ -104,7 +106,20 @@ def frames() -> dict[str, Frame]:
         "command": Request(27, m.Command("promote", "chat 1", hashes, 5.0)),
         "command given": Notice(m.CommandGiven(3, "promote", "chat 1", hashes, 5.0)),
         "command done": Request(28, m.CommandDone(3, 2, "")),
+        "match the middle of a chain": Request(30, m.Match(0, hashes, 0.0, _hash(200), 7)),
+        "load the middle of a chain": Request(31, m.Load(0, hashes, 0.25, _hash(200), 7)),
+        "reserve blocks of a chain": Request(32, m.Reserve(0, hashes, 0.0, parents, depths)),
+        "put blocks of a chain": Request(33, m.Put(0, hashes, bytes(range(64)), 0.0, parents, depths)),
         "may have room": Request(29, m.MayHaveRoom(0, 3)),
+        "get status": Request(30, o.GetStatus()),
+        "status": Reply(30, o.Status({"pid": 4242, "draining": False, "clock": {"now": 7}})),
+        "find space": Request(31, o.FindSpace(_hash(64))),
+        "evict where": Request(
+            32, o.EvictWhere("tenant é", (_hash(64),), hashes, 3600.0, "host", 1 << 30, True)
+        ),
+        "evictions": Reply(32, o.Evictions(12, 49152, 3)),
+        "demote": Request(33, o.Demote(0, hashes, 30.0)),
+        "disconnect": Request(34, o.Disconnect(7)),
         "purge": Request(21, m.Purge(0, hashes, b"name", 30.0)),
         "purge tenant": Request(22, m.PurgeTenant("tenant é", 30.0)),
         "purged": Reply(22, m.Purged(2, 10, 40960, 12, 49152, 1, {"leased": {"engine 0 (pid 4242)": 3}})),

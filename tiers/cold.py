@@ -40,7 +40,7 @@ __all__ = [
 LONGEST_DEADLINE: Final = 3600.0
 """Seconds: the most that a tier's own deadline may be."""
 
-_NEEDED_CALLS: Final = ("put", "get", "contains", "check_block", "put_note", "get_note", "close")
+_NEEDED_CALLS: Final = ("put", "get", "contains", "check_block", "put_note", "get_note", "ping", "close")
 """What a host store and an engine call of a tier."""
 
 
@@ -206,6 +206,10 @@ class ColdTier(Protocol):
         """Remove a named record; returns whether it was there."""
         ...
 
+    def ping(self, deadline: float | None = None) -> ColdStatus:
+        """Whether it answers: OK, LATE or UNAVAILABLE. Nothing is counted."""
+        ...
+
     def check_block(self, nbytes: int) -> None:
         """Raise `ConfigError` where no record of a block of `nbytes` bytes can ever be kept."""
         ...
@@ -324,6 +328,11 @@ class RecordTier(ABC):
         self.stats.count(np.array([status], np.uint8))
         return status, bytes(value) if status == ColdStatus.OK else b""
 
+    def ping(self, deadline: float | None = None) -> ColdStatus:
+        """See `ColdTier.ping`."""
+        with self._call(deadline) as (_, until):
+            return self._ping(until)
+
     @abstractmethod
     def check_block(self, nbytes: int) -> None:
         """See `ColdTier.check_block`."""
@@ -377,6 +386,9 @@ class RecordTier(ABC):
 
     @abstractmethod
     def _delete_note(self, note: bytes, until: float) -> bool: ...
+
+    @abstractmethod
+    def _ping(self, until: float) -> ColdStatus: ...
 
     @abstractmethod
     def _let_go(self) -> None:

@@ -230,6 +230,14 @@ class DiskColdTier(RecordTier):
         with self._lock:
             return np.fromiter((name in self._index for name in names), np.bool_, len(names))
 
+    def _ping(self, until: float) -> ColdStatus:
+        """Whether its folder can be read."""
+        try:
+            os.listdir(self._root)
+        except OSError:
+            return ColdStatus.UNAVAILABLE
+        return ColdStatus.OK if time.monotonic() < until else ColdStatus.LATE
+
     def _delete_blocks(self, space: bytes, hashes: Sequence[bytes], until: float) -> int:
         removed = 0
         for prefix_hash in hashes:

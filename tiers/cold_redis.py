@@ -374,6 +374,14 @@ class RedisColdTier(RecordTier):
         replies = self._call_each(commands, until, numbers=True)
         return np.fromiter((reply == 1 for reply in replies), np.bool_, len(hashes))
 
+    def _ping(self, until: float) -> ColdStatus:
+        """Whether one server, of a Cluster any, says whether it has a key."""
+        key, slot = self._place(NOTE_SPACE, bytes(16))
+        (reply,) = self._call_each([(slot, pack(b"EXISTS", key))], until, numbers=True)
+        if isinstance(reply, int):
+            return _OK
+        return _LATE if reply is None and time.monotonic() >= until else _UNAVAILABLE
+
     def _delete_blocks(self, space: bytes, hashes: Sequence[bytes], until: float) -> int:
         """Remove records with all their parts."""
         places = [self._place(space, prefix_hash) for prefix_hash in hashes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Final
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from .cold import ColdTier
 from .cold_disk import DEFAULT_DEADLINE as DISK_DEADLINE
@@ -11,8 +12,9 @@ from .cold_disk import DiskColdTier
 from .errors import ConfigError
 from .settings import expect_path, shown_url
 
-__all__ = ["cold_folder", "open_cold_tier"]
+__all__ = ["cold_folder", "open_cold_tier", "public_url"]
 
+_SECRET_OPTIONS: Final = frozenset({"password", "ssl_password"})
 _REDIS_SCHEMES: Final = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 
 
@@ -93,3 +95,21 @@ def cold_folder(url: str) -> str | None:
     if separator and not path.startswith("/"):
         raise ConfigError("cold.url", f"{url!r} needs an absolute path: disk:///{path}")
     return path
+
+
+def public_url(url: str) -> str:
+    """A URL of `open_cold_tier` without what is secret in it: passwords, wherever they stand.
+
+    Raises:
+        ConfigError: it names no cold tier.
+    """
+    if cold_folder(url) is not None:
+        return url
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return f"{url.partition('://')[0]}://"
+    user, separator, host = parts.netloc.rpartition("@")
+    place = f"{user.partition(':')[0]}@{host}" if separator and user.partition(":")[0] else host
+    options = [one for one in parse_qsl(parts.query) if one[0] not in _SECRET_OPTIONS]
+    return parts._replace(netloc=place, query=urlencode(options)).geturl()

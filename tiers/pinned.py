@@ -324,6 +324,16 @@ class PinnedArena:
                 )
             return False
 
+    @property
+    def shortage(self) -> str | None:
+        """Why the arena does not grow though it is smaller than it was to be; None where all is well."""
+        with self._changed:
+            if self._closing or np.count_nonzero(self._state) == self.num_extents:
+                return None
+            if self._shortage is not None:
+                return str(self._shortage)
+            return "the arena stopped growing by an error that its log tells of" if self._stopped else None
+
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless extents are in known states, with memory behind the ready ones."""
         with self._changed:

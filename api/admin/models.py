@@ -43,8 +43,9 @@ __all__ = [
     "Invalid",
     "Listed",
     "Lookup",
-    "LookupRequest",
     "LookupSpace",
+    "LookupText",
+    "LookupTokens",
     "MapCells",
     "MapSpace",
     "Page",
@@ -104,6 +105,9 @@ Seconds = Annotated[float, Field(ge=0, description="seconds", examples=[1.5])]
 Share = Annotated[float, Field(ge=0, le=1, description="a share, from 0 to 1")]
 Wait = Annotated[float, Field(gt=0, le=_MOST_WAIT, description="seconds that it may take", examples=[30.0])]
 TenantName = Annotated[str, StringConstraints(max_length=256), Field(examples=["acme"])]
+PolicyName = Annotated[
+    str, StringConstraints(pattern=f"^({'|'.join(sorted(POLICIES))})$"), Field(examples=[_POLICY])
+]
 Reason = Annotated[str, Field(description="why, in words", examples=["the cold tier does not answer"])]
 
 
@@ -442,24 +446,36 @@ class PrefixChain(_Answer):
     age_seconds: Seconds = Field(description="how old what is said is, in seconds")
 
 
-class LookupRequest(_Body):
-    """A prompt: `tokens`, or `text` with the `tokenizer` that makes tokens of it."""
+class _Prompt(_Body):
+    """Where a prompt is looked for."""
+
+    root: Hex = Field(description="where the engine's chain of hashes starts: `ChainIdentity.root`")
+    space: Hex | None = Field(None, description="look in this space alone; null: in all")
+    deadline_seconds: float = Field(
+        0.5, ge=0, le=30, description="how long the cold tier may be asked; 0: not at all"
+    )
+
+
+class LookupTokens(_Prompt):
+    """A prompt as its token ids."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"tokens": [1, 2, 3, 4], "root": _HASH, "space": _SPACE}]}
     )
 
-    root: Hex = Field(description="where the engine's chain of hashes starts: `ChainIdentity.root`")
-    tokens: list[Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]] | None = Field(
-        None, max_length=MOST_TOKENS
+    tokens: list[Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]] = Field(max_length=MOST_TOKENS)
+
+
+class LookupText(_Prompt):
+    """A prompt as text, with the tokenizer that makes tokens of it."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"text": "Once upon a time", "tokenizer": "gpt2", "root": _HASH}]}
     )
-    text: str | None = Field(None, min_length=1, max_length=1 << 20)
-    tokenizer: str | None = Field(
-        None, min_length=1, max_length=256, description="a folder, or a name that is in the local cache"
-    )
-    space: Hex | None = Field(None, description="look in this space alone; null: in all")
-    deadline_seconds: float = Field(
-        0.5, ge=0, le=30, description="how long the cold tier may be asked; 0: not at all"
+
+    text: str = Field(min_length=1, max_length=1 << 20)
+    tokenizer: str = Field(
+        min_length=1, max_length=256, description="its name, which the Hub's local cache has"
     )
 
 
@@ -645,7 +661,7 @@ class PolicyChange(_Body):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"policy": _POLICY}]})
 
-    policy: str = Field(min_length=1, max_length=64)
+    policy: PolicyName
 
 
 class Config(_Answer):
@@ -670,13 +686,13 @@ class ConfigChange(_Body):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"clean_ahead": 0.5}]})
 
-    policy: str | None = Field(None, min_length=1, max_length=64)
+    policy: PolicyName | None = None
     clean_ahead: float | None = Field(None, ge=0, le=1)
     cold_deadline: float | None = Field(None, gt=0, le=_MOST_WAIT, description="seconds")
-    quotas: dict[str, Annotated[int, Field(gt=0, le=_MOST_COUNT)]] | None = Field(
+    quotas: dict[TenantName, Annotated[int, Field(gt=0, le=_MOST_COUNT)]] | None = Field(
         None, max_length=4096, description="all of them: a tenant that is not named has none"
     )
-    log_level: str | None = Field(None, min_length=1, max_length=32)
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
 
 
 class ConfigChanged(_Answer):

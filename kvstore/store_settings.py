@@ -1,0 +1,67 @@
+"""What of a host store can be set while it serves, checked whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ..tiers.errors import ConfigError
+from ..tiers.settings import expect_number, expect_seconds
+from .policy import make_policy
+from .tenants import ANY_OTHER, check_quotas
+
+__all__ = ["StoreSettings"]
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """Settings of a host store.
+
+    Args:
+        policy: name of the eviction policy (`kvstore.policy.POLICIES`).
+        clean_ahead: share of host memory that is kept copied to the cold tier ahead of eviction.
+        cold_deadline: seconds that one background read or write of the cold tier may take.
+        quotas: bytes that the blocks of each tenant may take; ``*``: of each that is not named. None or
+            empty: all there are.
+
+    Raises:
+        ConfigError: a value is of a wrong type or out of range.
+    """
+
+    policy: str = "lru"
+    clean_ahead: float = 0.25
+    cold_deadline: float = 5.0
+    quotas: Mapping[str, int] | None = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        make_policy(self.policy, 0)
+        checked: dict[str, Any] = {
+            "clean_ahead": expect_number("clean_ahead", self.clean_ahead, 0.0, 1.0),
+            "cold_deadline": expect_seconds("cold_deadline", self.cold_deadline, above=True),
+            "quotas": check_quotas("quotas", self.quotas),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def quota_of(self, tenant: str) -> int | None:
+        """Bytes that a tenant's blocks may take; None: all there are."""
+        quotas = self.quotas or {}
+        return quotas.get(tenant, quotas.get(ANY_OTHER))
+
+    def changed(self, values: Mapping[str, Any]) -> StoreSettings:
+        """These with other values, by their names.
+
+        Raises:
+            ConfigError: there is no such setting, or a value is of a wrong type or out of range.
+        """
+        known = [one.name for one in fields(self)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(name, f"is no setting of a host store: these are {', '.join(known)}")
+        return replace(self, **values)
+
+    def differences(self, other: StoreSettings) -> dict[str, tuple[Any, Any]]:
+        """What is set in another way in the other: here, and there."""
+        pairs = {one.name: (getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
+        return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
