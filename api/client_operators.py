@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from ..kvstore.evicting import MOST_AGE, EvictReport
 from ..kvstore.hashing import HASH_BYTES
@@ -16,14 +16,30 @@ from ..tiers.settings import (
     expect_flag,
     expect_integer,
     expect_seconds,
+    expect_text,
 )
 from .client_calls import Ask, expect
-from .messages import Done, Message
-from .operator_messages import Disconnect, Evictions, EvictWhere, GetStatus, Status
+from .messages import Count, Done, Message
+from .operator_messages import (
+    AttachCold,
+    Configure,
+    Configured,
+    DetachCold,
+    Disconnect,
+    Drain,
+    Evictions,
+    EvictWhere,
+    GetStatus,
+    Status,
+)
 
 __all__ = ["AsyncOperatorCalls", "status_ask"]
 
 _T = TypeVar("_T")
+
+_OPENING_SECONDS: Final = 30.0
+_CLOSING_SECONDS: Final = 30.0
+"""For calls of the tier that are under way."""
 
 
 class AsyncOperatorCalls(ABC):
@@ -67,6 +83,65 @@ class AsyncOperatorCalls(ABC):
 
         return await self.ask(_required(asked, report, lambda: EvictReport(0, 0, 0), asked.deadline))
 
+    async def configure(self, **values: Any) -> dict[str, tuple[Any, Any]]:
+        """Set something otherwise while it serves: all that is given, or nothing of it.
+
+        Args:
+            values: ``policy``, ``clean_ahead``, ``cold_deadline`` and ``quotas`` as of `HostStore.configure`;
+                ``log_level``: ``debug``, ``info``, ``warning``, ``error`` or ``critical``.
+
+        Returns:
+            of each key that has another value now, what it was and what it is.
+
+        Raises:
+            ConfigError: there is no such key, or a value is of a wrong type or out of range.
+        """
+        convert = lambda reply: expect(reply, Configured).changed  # noqa: E731
+        return await self.ask(_required(Configure(values), convert, dict))
+
+    async def drain(self, on: bool = True, *, deadline: float = 30.0) -> int:
+        """Have the sidecar take nothing new, and write what has no copy below; or take blocks again.
+
+        Args:
+            on: False: take blocks again.
+            deadline: seconds for writing.
+
+        Returns:
+            how many blocks have no copy in the cold tier.
+        """
+        asked = Drain(expect_flag("on", on), expect_seconds("deadline", deadline))
+        return await self.ask(_required(asked, _counted, int, asked.deadline))
+
+    async def attach_cold(self, url: str, *, capacity_bytes: int | None = None) -> None:
+        """Have a cold tier where there is none, sealed under the sidecar's own secret.
+
+        Args:
+            url, capacity_bytes: as of `open_cold_tier`; a folder as ``disk:///path``.
+
+        Raises:
+            ConfigError: there is one, or that one cannot be opened; nothing has changed.
+        """
+        capacity = 0
+        if capacity_bytes is not None:
+            capacity = expect_integer("capacity_bytes", capacity_bytes, 1, MOST_BYTES)
+        asked = AttachCold(expect_text("url", url), capacity)
+        await self.ask(_required(asked, lambda reply: expect(reply, Done), Done, _OPENING_SECONDS))
+
+    async def detach_cold(self, deadline: float = 30.0) -> int:
+        """Be without the cold tier.
+
+        Args:
+            deadline: seconds for writing there first what has no copy.
+
+        Returns:
+            how many blocks it has no copy of.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        asked = DetachCold(expect_seconds("deadline", deadline))
+        return await self.ask(_required(asked, _counted, int, asked.deadline + _CLOSING_SECONDS))
+
     async def disconnect(self, client: int) -> None:
         """End a client's connection. What it holds in place stays its own while a process of it lives.
 
@@ -79,6 +154,10 @@ class AsyncOperatorCalls(ABC):
     @abstractmethod
     async def ask(self, ask: Ask[_T]) -> _T:
         """Make a request and wait for what becomes of it."""
+
+
+def _counted(reply: Message) -> int:
+    return expect(reply, Count).count
 
 
 def status_ask() -> Ask[dict[str, Any]]:

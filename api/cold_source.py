@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Final
 
-from ..tiers.cold import ColdTier
+from ..tiers.cold import ColdStatus, ColdTier
 from ..tiers.cold_url import open_cold_tier, public_url
+from ..tiers.errors import ColdTierUnavailableError, ConfigError
 
 __all__ = ["ColdSource"]
+
+_PING_SECONDS: Final = 5.0
+_WHY_NOT: Final = {
+    ColdStatus.LATE: "the cold tier there does not answer in time",
+    ColdStatus.UNAVAILABLE: "the cold tier there cannot be reached, or refuses",
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,23 @@ class ColdSource:
         if self.url is None:
             return None
         return open_cold_tier(self.url, capacity_bytes=capacity_bytes, secret=self.secret)
+
+    def open_reachable(self, capacity_bytes: int | None) -> ColdTier:
+        """The tier of the URL, if it answers.
+
+        Raises:
+            ConfigError: there is no URL, it or another setting is refused, or there is no answer.
+        """
+        try:
+            cold = self.open(capacity_bytes)
+        except ColdTierUnavailableError as error:
+            raise ConfigError("cold.url", str(error)) from error
+        if cold is None:
+            raise ConfigError("cold.url", "names no cold tier")
+        if (status := cold.ping(_PING_SECONDS)) is not ColdStatus.OK:
+            cold.close()
+            raise ConfigError("cold.url", _WHY_NOT.get(status, str(status)))
+        return cold
 
     @property
     def name(self) -> str:

@@ -5,17 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Final
 
 from .. import __version__
 from ..kvstore.hashing import HASH_BYTES
 from ..kvstore.status import DegradedPart, SpaceStatus, StoreStatus
+from ..kvstore.store_settings import StoreSettings
 from ..tiers.errors import AccessDeniedError, ConfigError
-from ..tiers.settings import expect_bytes
+from ..tiers.settings import MOST_BYTES, expect_bytes, expect_choice, expect_integer, expect_text, shown
 from .messages import Clients, Command, Count, Done, GetClients, Message
-from .operator_messages import Demote, Disconnect, Evictions, EvictWhere, FindSpace, GetStatus, Status
+from .operator_messages import (
+    AttachCold,
+    Configure,
+    Configured,
+    Demote,
+    DetachCold,
+    Disconnect,
+    Drain,
+    Evictions,
+    EvictWhere,
+    FindSpace,
+    GetStatus,
+    Status,
+)
 from .service import Job, Service, seconds_of
 from .space_book import SpaceBook
 
@@ -23,6 +40,12 @@ __all__ = ["OperatorAnswers"]
 
 _PACKAGE: Final = logging.getLogger(__name__.partition(".")[0])
 """The logger that all of kvpager's are under."""
+
+
+_LOG_LEVEL: Final = "log_level"
+_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+_SETTINGS: Final = (*(one.name for one in fields(StoreSettings)), _LOG_LEVEL)
+"""What `Configure` takes."""
 
 
 class OperatorAnswers:
@@ -47,6 +70,10 @@ class OperatorAnswers:
             FindSpace: self._find_space,
             EvictWhere: self._evict_where,
             Demote: self._demote,
+            Configure: self._configure,
+            Drain: self._drain,
+            AttachCold: self._attach_cold,
+            DetachCold: self._detach_cold,
         }
 
     def handlers(self) -> dict[type[Message], Callable[[Any], Message | Job]]:
@@ -87,14 +114,79 @@ class OperatorAnswers:
 
     def _config(self, status: StoreStatus) -> dict[str, Any]:
         """What can be set while it serves, as it is."""
-        level = logging.getLevelName(_PACKAGE.getEffectiveLevel()).lower()
-        return {**vars(status.settings), "log_level": level}
+        return {**vars(status.settings), _LOG_LEVEL: _log_level()}
 
     def _draining(self) -> list[DegradedPart]:
         since = self._service.drained_since
         if since is None:
             return []
         return [DegradedPart("draining", since, "operators have it take no new blocks")]
+
+    # Settings
+
+    def _configure(self, asked: Configure) -> Message | Job:
+        values = dict(asked.values)
+        for name in values:
+            if name not in _SETTINGS:
+                near = get_close_matches(name, _SETTINGS, 1)
+                advice = f"did you mean {near[0]}?" if near else f"these are: {', '.join(_SETTINGS)}"
+                raise ConfigError(shown(name)[1:-1], f"is nothing that can be set while it serves; {advice}")
+            if values[name] is None:
+                raise ConfigError(name, "has no value")
+        level = None
+        if _LOG_LEVEL in values:
+            level = expect_choice(_LOG_LEVEL, values.pop(_LOG_LEVEL), _LEVELS)
+
+        def finish(changed: dict[str, tuple[Any, Any]]) -> Message:
+            if level is not None and level != (before := _log_level()):
+                _PACKAGE.setLevel(level.upper())
+                changed = {**changed, _LOG_LEVEL: (before, level)}
+            return Configured(changed)
+
+        return Job(False, lambda: self._host.configure(**values), finish)
+
+    def _drain(self, asked: Drain) -> Message | Job:
+        wait, service = seconds_of("deadline", asked.deadline), self._service
+        if not asked.on:
+            service.drained_since = None
+        elif service.drained_since is None:
+            service.drained_since = time.time()
+        return Job(True, lambda: self._host.flush(wait if asked.on else 0.0), Count)
+
+    # The cold tier
+
+    def _attach_cold(self, asked: AttachCold) -> Message | Job:
+        url = expect_text("cold.url", asked.url)
+        if "://" not in url:
+            raise ConfigError(
+                "cold.url", f"must be a URL like redis://host or disk:///folder, got {shown(url)}"
+            )
+        if self._host.cold is not None:
+            raise ConfigError("cold.url", "there is a cold tier: it is detached before another comes")
+        capacity = expect_integer("cold.capacity_bytes", asked.capacity_bytes, 0, MOST_BYTES) or None
+        service, host = self._service, self._host
+        source = replace(service.cold, url=url)
+
+        def attach() -> None:
+            cold = source.open_reachable(capacity)
+            try:
+                host.attach_cold(cold, name=source.name)
+            except BaseException:
+                cold.close()
+                raise
+            service.cold = source
+
+        return Job(True, attach, lambda _: Done())
+
+    def _detach_cold(self, asked: DetachCold) -> Message | Job:
+        wait, service, host = seconds_of("deadline", asked.deadline), self._service, self._host
+
+        def detach() -> int:
+            left = host.detach_cold(wait)
+            service.cold = replace(service.cold, url=None)
+            return left
+
+        return Job(True, detach, Count)
 
     # Clients and their engines
 
@@ -137,6 +229,10 @@ class OperatorAnswers:
     def _demote(self, asked: Demote) -> Message | Job:
         space, wait = self._book.space(asked.space), seconds_of("deadline", asked.deadline)
         return Job(True, lambda: space.demote(asked.hashes, deadline=wait), Count)
+
+
+def _log_level() -> str:
+    return logging.getLevelName(_PACKAGE.getEffectiveLevel()).lower()
 
 
 def _same(reply: Message) -> Message:

@@ -10,7 +10,20 @@ from typing import Any
 
 from .messages import Hashes, Message, tagged
 
-__all__ = ["Demote", "Disconnect", "EvictWhere", "Evictions", "FindSpace", "GetStatus", "Status"]
+__all__ = [
+    "AttachCold",
+    "Configure",
+    "Configured",
+    "Demote",
+    "DetachCold",
+    "Disconnect",
+    "Drain",
+    "EvictWhere",
+    "Evictions",
+    "FindSpace",
+    "GetStatus",
+    "Status",
+]
 
 
 @tagged(60)
@@ -33,6 +46,22 @@ class FindSpace(Message):
     """Open a space that there is by its 16 bytes; answered by `SpaceOpened`."""
 
     id: bytes
+
+
+@tagged(63)
+@dataclass(frozen=True)
+class Configure(Message):
+    """Set something otherwise while it serves: all of the map at once, or nothing of it."""
+
+    values: dict[str, Any]
+
+
+@tagged(64)
+@dataclass(frozen=True)
+class Configured(Message):
+    """The reply to `Configure`: of each key that has another value now, what it was and what it is."""
+
+    changed: dict[str, Any]
 
 
 @tagged(65)
@@ -100,3 +129,43 @@ class Disconnect(Message):
     """
 
     client: int
+
+
+@tagged(69)
+@dataclass(frozen=True)
+class AttachCold(Message):
+    """Have a cold tier where there is none. What it is sealed under is the sidecar's own.
+
+    Args:
+        url: of `open_cold_tier`.
+        capacity_bytes: most bytes of one on disk; 0: it is none on disk.
+    """
+
+    url: str
+    capacity_bytes: int
+
+
+@tagged(70)
+@dataclass(frozen=True)
+class DetachCold(Message):
+    """Be without the cold tier; answered by how many blocks it has no copy of.
+
+    Args:
+        deadline: seconds for writing there first what has none.
+    """
+
+    deadline: float
+
+
+@tagged(71)
+@dataclass(frozen=True)
+class Drain(Message):
+    """Take nothing new, and write what has no copy in the cold tier; answered by how many still have none.
+
+    Args:
+        on: False: take blocks again.
+        deadline: seconds for writing.
+    """
+
+    on: bool
+    deadline: float

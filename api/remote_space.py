@@ -273,7 +273,7 @@ class RemoteSpace(SlotSpace):
 
     def demote(self, hashes: Sequence[bytes], *, deadline: float = 30.0) -> int:
         """See `HostSpace.demote`. For operators: a token of tenants is refused."""
-        return self._connection.ask(self._asks.demote(hashes, deadline))
+        return self._shell.ask(self._asks.demote(hashes, deadline))
 
     def purge(self, hashes: Sequence[bytes], *, note: bytes = b"", deadline: float = 30.0) -> Purged:
         """Have blocks, and a note, be gone from host memory and the cold tier. See `Connection.purge_tenant`.

@@ -77,11 +77,14 @@ class ColdLink:
 
     Attributes:
         tier: the tier that there is; needs no lock to be looked at. Who calls it does so within `use`.
+        went: whether there was one that was taken away: it may come back, and what is purged meanwhile is to
+            be told to the next one.
     """
 
     def __init__(self, tier: ColdTier | None, changed: threading.Condition) -> None:
         self.tier = tier
         self._changed = changed
+        self.went = False
         self._users = 0
         self._down = False
         """Whether it did not take one record of the last batch."""
@@ -101,14 +104,15 @@ class ColdLink:
         """The tier, or None, for calls within; it is not closed before they have ended. Takes the lock."""
         with self._changed:
             tier = self.tier
-            self._users += 1
+            self._users += tier is not None
         try:
             yield tier
         finally:
-            with self._changed:
-                self._users -= 1
-                if not self._users:
-                    self._changed.notify_all()
+            if tier is not None:
+                with self._changed:
+                    self._users -= 1
+                    if not self._users:
+                        self._changed.notify_all()
 
     # Which one there is
 
@@ -117,9 +121,12 @@ class ColdLink:
         self.tier = tier
         self._begin()
 
-    def detach(self) -> ColdTier | None:
+    def detach(self) -> ColdTier:
         """Nobody is given the tier any more; returns it when the last call of it has ended."""
         tier, self.tier = self.tier, None
+        if tier is None:
+            raise TypeError("only a tier that is there can be taken away")
+        self.went = True
         self._changed.notify_all()
         while self._users:
             self._changed.wait()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
@@ -132,12 +133,11 @@ class HostStore:
         for one in saved:
             self._take_over(one)
         self._flusher = ThreadPoolExecutor(1, "kvpager-flush")
+        self._switching = threading.Lock()
+        """Held while a cold tier comes or goes."""
         self._cleaner: threading.Thread | None = None
         if cold is not None:
-            self._cleaner = threading.Thread(
-                target=self._clean_until_closed, name="kvpager-clean", daemon=True
-            )
-            self._cleaner.start()
+            self._start_cleaner()
 
     @property
     def cold(self) -> ColdTier | None:
@@ -202,6 +202,108 @@ class HostStore:
             ClosedError: the store is closed.
         """
         return self._status.read(self.spaces)
+
+    def configure(
+        self,
+        *,
+        policy: str | None = None,
+        clean_ahead: float | None = None,
+        cold_deadline: float | None = None,
+        quotas: Mapping[str, int] | None = None,
+    ) -> dict[str, tuple[Any, Any]]:
+        """Set something otherwise while the store is used: all that is given at once, or nothing of it.
+
+        Another policy goes on with the order of the one before. A tenant that has more than a new quota gives
+        blocks up when it writes.
+
+        Args:
+            policy, clean_ahead, cold_deadline: as of the store; None: as it is.
+            quotas: those of all tenants, in place of those that there are; empty: none. None: as they are.
+
+        Returns:
+            what was set otherwise, by its name: before, and now.
+
+        Raises:
+            ConfigError: a value is of a wrong type or out of range.
+            ClosedError: the store is closed.
+        """
+        given: dict[str, Any] = {
+            "policy": policy,
+            "clean_ahead": clean_ahead,
+            "cold_deadline": cold_deadline,
+            "quotas": quotas,
+        }
+        shared = self._shared
+        with shared.lock():
+            shared.check_open()
+            before = shared.settings
+            after = replace(before, **{name: value for name, value in given.items() if value is not None})
+            if after.policy != before.policy:
+                for put_in_place in [space.ranked_by(after.policy) for space in self._spaces.values()]:
+                    put_in_place()
+            shared.configure(after)
+        return before.differences(after)
+
+    def attach_cold(self, cold: ColdTier, *, name: str = "") -> None:
+        """Have a cold tier, where there is none, while the store is used. Nothing is known to be there.
+
+        Args:
+            cold: the tier; closed with the store, or when it is detached. Where this raises it stays its
+                caller's.
+            name: names it where an arena outlives this process, as ``cold`` of `ArenaFile`.
+
+        Raises:
+            ConfigError: there is a cold tier; `cold` is none, or never keeps blocks of a space as large.
+            ClosedError: it is closed, or the store is.
+        """
+        expect_cold_tier(cold)
+        name = expect_text("name", name, empty=True)
+        shared = self._shared
+        with self._switching:
+            with shared.lock():
+                shared.check_open()
+                if shared.cold.tier is not None:
+                    raise ConfigError("cold", "there is a cold tier: it is detached before another comes")
+                for space in self._spaces.values():
+                    cold.check_block(space.layout.block_bytes)
+                if self._file is not None:
+                    self._file.set_cold(name)
+                shared.cold.attach(cold)
+            self._start_cleaner()
+
+    def detach_cold(self, deadline: float = 30.0) -> int:
+        """Be without the cold tier while the store is used, and close it when the calls under way have ended.
+
+        Loads end with what has arrived. What is purged while there is none is told to the next one.
+
+        Args:
+            deadline: seconds for writing there first what has no copy; 0: none.
+
+        Returns:
+            how many committed blocks it has no copy of.
+
+        Raises:
+            ConfigError: there is none, or `deadline` is no number of seconds.
+            ClosedError: the store is closed.
+        """
+        left = self.flush(deadline)
+        shared = self._shared
+        with self._switching:
+            with shared.lock():
+                shared.check_open()
+                if shared.cold.tier is None:
+                    raise ConfigError("cold", "there is no cold tier")
+                cold = shared.cold.detach()
+                # Before the name goes: killed in between, the next process knows of no copies.
+                for space in self._spaces.values():
+                    space.forget_copies()
+                if self._file is not None:
+                    self._file.set_cold("")
+            if self._cleaner is not None:
+                self._cleaner.join()
+                self._cleaner = None
+        cold.close()
+        return left
 
     @property
     def records(self) -> RecordFile | None:
@@ -377,7 +479,8 @@ class HostStore:
             left = self.flush(drain)
             if left:
                 _log.warning("closed with %d blocks not in the cold tier", left)
-        self._shared.stop()
+        with self._switching:
+            self._shared.stop()
         self._flusher.shutdown()
         if self._cleaner is not None:
             self._cleaner.join()
@@ -450,14 +553,18 @@ class HostStore:
         with self._shared.lock():
             return list(self._spaces.values())
 
-    def _clean_until_closed(self) -> None:
-        """The background thread that keeps the coldest blocks copied to the cold tier."""
+    def _start_cleaner(self) -> None:
+        self._cleaner = threading.Thread(target=self._clean, name="kvpager-clean", daemon=True)
+        self._cleaner.start()
+
+    def _clean(self) -> None:
+        """The background thread that keeps the coldest blocks copied to the cold tier, while there is one."""
         shared = self._shared
         while True:
             with shared.lock():
-                if not shared.closed:
+                if not shared.closed and shared.cold.tier is not None:
                     shared.changed.wait(_CLEAN_POLL_SECONDS)
-                if shared.closed:
+                if shared.closed or shared.cold.tier is None:
                     return
             began = time.monotonic()
             try:

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from ..tiers.cold import ColdStatus
+from ..tiers.cold import ColdPurge, ColdStatus
 from ..tiers.errors import IntegrityError
 from ..tiers.record import note_hash
 from ..tiers.record_file import ArraySpec, Section, SectionKind
@@ -170,7 +170,7 @@ class SpacePurges:
         for at in range(_MOST_ROUNDS):
             if not self._purge_host(hashes, report, until) and at:
                 break
-            if self._shared.cold.tier is None:
+            if self._shared.cold.tier is None and not self._shared.cold.went:
                 break
             # What was on its way up or down meanwhile may be there again: look once more.
             self._purge_cold(hashes, report, until)
@@ -248,9 +248,12 @@ class SpacePurges:
         if hashes is not None and not hashes:
             return
         with shared.cold.use() as cold:
-            if cold is None:
+            if cold is not None:
+                done = cold.purge(self._space, hashes, self._block_bytes, max(0.0, until - time.monotonic()))
+            elif shared.cold.went:
+                done = ColdPurge(0, ColdStatus.UNAVAILABLE)
+            else:
                 return
-            done = cold.purge(self._space, hashes, self._block_bytes, max(0.0, until - time.monotonic()))
         report.cold_blocks += done.removed
         with shared.lock():
             self._settle(self._blocks, hashes, done.status, report)
@@ -301,7 +304,7 @@ class SpacePurges:
     def _remove_notes(self, names: Sequence[bytes] | None, report: PurgeReport, until: float) -> None:
         """Have the cold tier remove notes of these names; None: all that are this space's alone."""
         shared = self._shared
-        if shared.cold.tier is None or (names is not None and not names):
+        if (shared.cold.tier is None and not shared.cold.went) or (names is not None and not names):
             return
         with shared.lock():
             while self._removing_notes and (left := until - time.monotonic()) > 0:

@@ -183,6 +183,13 @@ class HostShared:
             tenant = self.tenants[name] = Tenant(name, self.settings.quota_of(name))
         return tenant
 
+    def configure(self, settings: StoreSettings) -> None:
+        """Other settings are in force from now on, but for the policy, which is the spaces' own."""
+        self.settings = settings
+        for tenant in self.tenants.values():
+            tenant.quota = settings.quota_of(tenant.name)
+        self.changed.notify_all()
+
     # Extents, which spaces take from the arena and from each other
 
     def join(self, space: ExtentHolder) -> None:

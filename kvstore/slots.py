@@ -175,6 +175,16 @@ class SlotRecords:
         """Blocks that are being copied to the cold tier just now."""
         return self._num_cleaning
 
+    def ranked_by(self, policy: EvictionPolicy) -> EvictionPolicy:
+        """A new policy, which ranks the blocks that may go in the order of the present one."""
+        policy.resize(self.capacity)
+        policy.insert(self._policy.coldest(len(self._policy)))
+        return policy
+
+    def use_policy(self, policy: EvictionPolicy) -> None:
+        """Another one ranks blocks from now on: one of `ranked_by`."""
+        self._policy = policy
+
     # Finding
 
     def resident(self, hashes: Sequence[bytes]) -> Ids:

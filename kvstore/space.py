@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
@@ -47,7 +47,7 @@ from .lineage import (
     word_column,
 )
 from .loading import ColdLoad
-from .policy import Ids
+from .policy import Ids, make_policy
 from .purging import HeldSlots, PurgeReport, SpacePurges
 from .room import SpaceRoom
 from .shared import HostShared
@@ -823,6 +823,17 @@ class HostSpace(SlotSpace):
                 unpurged=self._purges.pending,
             )
         return replace(known, slots=records.looks.count(extents))
+
+    def ranked_by(self, policy: str) -> Callable[[], None]:
+        """Have another policy rank the blocks that may go, in their order; returns what puts it in place.
+
+        With the lock held until then.
+        """
+        return partial(self._records.use_policy, self._records.ranked_by(make_policy(policy, 0)))
+
+    def forget_copies(self) -> None:
+        """There is another cold tier, which has no copies, or none. With the lock held."""
+        self._records.in_cold[:] = False
 
     # What another process left
 

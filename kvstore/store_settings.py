@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..tiers.errors import ConfigError
 from ..tiers.settings import expect_number, expect_seconds
 from .policy import make_policy
 from .tenants import ANY_OTHER, check_quotas
@@ -48,18 +47,6 @@ class StoreSettings:
         """Bytes that a tenant's blocks may take; None: all there are."""
         quotas = self.quotas or {}
         return quotas.get(tenant, quotas.get(ANY_OTHER))
-
-    def changed(self, values: Mapping[str, Any]) -> StoreSettings:
-        """These with other values, by their names.
-
-        Raises:
-            ConfigError: there is no such setting, or a value is of a wrong type or out of range.
-        """
-        known = [one.name for one in fields(self)]
-        for name in values:
-            if name not in known:
-                raise ConfigError(name, f"is no setting of a host store: these are {', '.join(known)}")
-        return replace(self, **values)
 
     def differences(self, other: StoreSettings) -> dict[str, tuple[Any, Any]]:
         """What is set in another way in the other: here, and there."""

@@ -17,6 +17,7 @@ import numpy as np
 from kvpager.api.admin.discovery import find_admin, place_file
 from kvpager.api.client import Connection, connect
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
+from kvpager.kvstore.lineage import Lineage
 from kvpager.tests.raw_client import LAYOUT
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tiers.errors import ServiceUnavailableError
@@ -41,6 +42,7 @@ class AdminServer:
         self.path = path
         self.url = ""
         self.tokens: dict[str, str] = {}
+        self._client = httpx.Client(timeout=30)
 
     def await_admin(self, other_than: str = "") -> None:
         """Wait until the admin process serves, on another URL than this."""
@@ -54,16 +56,18 @@ class AdminServer:
             except (ServiceUnavailableError, httpx.TransportError):
                 pass
             time.sleep(0.02)
+        self._client.close()  # connections to another one are of no use
+        self._client = httpx.Client(timeout=30)
         self.url = place.url
         lines = Path(place.token_file).read_text().split()
         self.tokens = dict(line.split(":", 1) for line in lines)
 
     def ask(self, method: str, path: str, role: str | None = None, **more: Any) -> httpx.Response:
         """Ask it, with the token of a role or none."""
-        headers = dict(more.pop("headers", {}))
+        headers = {"Cache-Control": "no-cache", **more.pop("headers", {})}
         if role is not None:
             headers["Authorization"] = f"Bearer {self.tokens[role]}"
-        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=30, **more)
+        return self._client.request(method, f"{self.url}{path}", headers=headers, **more)
 
     def get(self, path: str, **more: Any) -> Any:
         """What a GET says."""
@@ -106,6 +110,7 @@ class AdminServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._client.close()
         self.serve.terminate()
         self.serve.__exit__(kind, error, trace)
         assert not Path(place_file(str(self.path))).exists()
@@ -122,7 +127,8 @@ def store_prompt(client: Connection, tokens: list[int], *, tenant: str = "", sha
     """Have the blocks of a prompt in host memory; returns their hashes."""
     space = client.space(LAYOUT, tenant=tenant, shard=shard)
     hashes = hash_blocks(tokens, LAYOUT.block_size, ROOT)
-    assert space.put(hashes, blocks_of(len(hashes)), wait=5.0) == len(hashes)
+    kept = space.put(hashes, blocks_of(len(hashes)), wait=5.0, lineage=Lineage.of_chain(hashes))
+    assert kept == len(hashes)
     return hashes
 
 

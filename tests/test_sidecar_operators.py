@@ -18,20 +18,30 @@ from kvpager.api.client import connect
 from kvpager.api.client_async import connect_async
 from kvpager.api.messages import (
     Command,
+    Commit,
     Count,
     Done,
     GetClients,
+    Hint,
     Leased,
     Load,
     Match,
     Message,
     Pin,
+    Put,
+    Release,
     Reserve,
+    Reserved,
     SpaceOpened,
 )
 from kvpager.api.operator_messages import (
+    AttachCold,
+    Configure,
+    Configured,
     Demote,
+    DetachCold,
     Disconnect,
+    Drain,
     Evictions,
     EvictWhere,
     FindSpace,
@@ -39,13 +49,22 @@ from kvpager.api.operator_messages import (
     Status,
 )
 from kvpager.api.remote_access import RemoteAccess
+from kvpager.kvstore import cold_link
+from kvpager.kvstore import policy as policies
 from kvpager.kvstore.evicting import EvictReport
 from kvpager.kvstore.host import HostStore
+from kvpager.kvstore.policy import Ids
 from kvpager.tests.raw_client import LAYOUT, RawClient, Running, await_true, counts, names, store
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tests.troubled_disk import TroubledDisk
 from kvpager.tiers.cold import ColdStatus
-from kvpager.tiers.errors import AccessDeniedError, ColdTierUnavailableError, ConfigError
+from kvpager.tiers.errors import (
+    AccessDeniedError,
+    ColdTierUnavailableError,
+    ConfigError,
+    IntegrityError,
+    ServiceUnavailableError,
+)
 
 ALL, ANNA = "token of all....", "token of anna..."
 OPERATORS_MESSAGES: list[Message] = [
@@ -56,6 +75,10 @@ OPERATORS_MESSAGES: list[Message] = [
     EvictWhere("", (), (), 0.0, "", 0, True),
     Demote(0, (), 0.0),
     Disconnect(1),
+    Configure({}),
+    AttachCold("disk:///tmp", 1),
+    DetachCold(0.0),
+    Drain(False, 0.0),
 ]
 
 
@@ -162,7 +185,8 @@ def test_the_clock_tells_how_long_ago_a_tick_was(running: Running, operator: Raw
         assert 0 <= ages[0] < 20
 
 
-def test_the_status_says_which_parts_are_degraded(tmp_path: Path) -> None:
+def test_the_status_says_which_parts_are_degraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_link, "_RETRY_SECONDS", 0.1)
     cold = TroubledDisk(tmp_path / "cold")
     with (
         HostStore(1 << 20, cold=cold, extent_bytes=1 << 16, clean_ahead=1.0) as host,
@@ -219,7 +243,10 @@ def test_a_purge_that_the_cold_tier_was_not_told_of_is_degraded_until_it_is(tmp_
             time.sleep(0.05)
 
 
-def test_a_cold_tier_that_goes_is_noticed_though_nobody_needs_it(tmp_path: Path) -> None:
+def test_a_cold_tier_that_goes_is_noticed_though_nobody_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold_link, "_QUIET_SECONDS", 0.1)
     cold = TroubledDisk(tmp_path / "cold")
     with HostStore(1 << 20, cold=cold, extent_bytes=1 << 16) as host:
         cold.fault = ColdStatus.UNAVAILABLE
@@ -518,5 +545,204 @@ def test_the_asyncio_client_has_blocks_go(over_disk: tuple[Running, TroubledDisk
             # The client library comes back by itself.
             await engine.wait_ready(20.0)
             assert len(await space.match(names(0, 3))) == 3
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+# Settings
+
+
+def test_what_was_set_is_told_and_the_rest_left(running: Running, operator: RawClient) -> None:
+    before = status(operator)["config"]
+    changed = operator.call(
+        Configure({"clean_ahead": 0.5, "cold_deadline": 5, "quotas": {"ben": 1 << 20}}), Configured
+    ).changed
+    assert changed == {"clean_ahead": (0.25, 0.5), "quotas": ({"anna": 1 << 16}, {"ben": 1 << 20})}
+    after = status(operator)["config"]
+    assert after == {**before, "clean_ahead": 0.5, "quotas": {"ben": 1 << 20}}
+    assert operator.call(Configure({}), Configured).changed == {}
+    assert operator.call(Configure(after), Configured).changed == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"policy": "fifo"}, "policy: must be one of"),
+        ({"clean_ahead": 1.5}, "clean_ahead: "),
+        ({"clean_ahead": None}, "clean_ahead: has no value"),
+        ({"cold_deadline": 0}, "cold_deadline: "),
+        ({"quotas": {"ben": 0}}, "quotas: "),
+        ({"quotas": 7}, "quotas: "),
+        ({"log_level": "loud"}, "log_level: must be one of"),
+        ({"clean_ahed": 0.5}, "clean_ahed: .* did you mean clean_ahead"),
+        ({"x": 1}, "x: .* these are: policy, "),
+    ],
+)
+def test_one_bad_value_changes_nothing(
+    running: Running, operator: RawClient, wrong: dict[str, Any], problem: str
+) -> None:
+    before = status(operator)["config"]
+    good = {"clean_ahead": 0.75, "cold_deadline": 2.0, "quotas": {"carl": 4096}, "log_level": "error"}
+    with pytest.raises(ConfigError, match=problem):
+        operator.call(Configure({**good, **wrong}))
+    assert status(operator)["config"] == before
+
+
+def test_a_lowered_quota_is_kept_when_its_tenant_writes(running: Running, operator: RawClient) -> None:
+    space = operator.open(tenant="ben")
+    store(operator, space, 0, 10)
+    operator.call(Configure({"quotas": {"ben": 4 * 4096}}), Configured)
+    (part,) = status(operator)["degraded"]
+    assert part["part"] == "quotas"
+    assert part["reason"].startswith("tenant 'ben' has 24.0 KiB more than its quota of 16.0 KiB")
+    store(operator, space, 20, 1)
+    assert running.host.space(LAYOUT, tenant="ben").resident == 4
+    assert status(operator)["degraded"] == ()
+    operator.call(Configure({"quotas": {}}), Configured)
+    store(operator, space, 30, 10)
+    assert running.host.space(LAYOUT, tenant="ben").resident == 14
+
+
+def test_the_log_level_is_that_of_the_package(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "socket") as serve, RawClient(serve.path) as operator:
+        changed = operator.call(Configure({"log_level": "debug"}), Configured).changed
+        assert changed == {"log_level": ("warning", "debug")}
+        assert status(operator)["config"]["log_level"] == "debug"
+
+
+class Backwards:
+    """A policy that is not `lru`: what came last goes first, in a plain list."""
+
+    def __init__(self, capacity: int) -> None:
+        self._order: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def insert(self, ids: Ids) -> None:
+        self.remove(ids)
+        # Carried over are the coldest first; here the first of the list goes first.
+        self._order = [*self._order, *ids.tolist()] if not self._order else [*ids.tolist(), *self._order]
+
+    def remove(self, ids: Ids) -> None:
+        gone = set(ids.tolist())
+        self._order = [one for one in self._order if one not in gone]
+
+    def demote(self, ids: Ids) -> int:
+        there = [one for one in ids.tolist() if one in set(self._order)]
+        self.remove(np.array(there, np.int32))
+        self._order = [*there, *self._order]
+        return len(there)
+
+    def coldest(self, count: int) -> Ids:
+        return np.array(self._order[:count], np.int32)
+
+    def evict(self, count: int) -> Ids:
+        gone = self.coldest(count)
+        self.remove(gone)
+        return gone
+
+    def resize(self, capacity: int) -> None:
+        pass
+
+    def check_integrity(self) -> None:
+        if len(set(self._order)) != len(self._order):
+            raise IntegrityError("a block is ranked twice")
+
+
+def test_another_policy_goes_on_with_the_order_of_the_one_before(
+    running: Running, operator: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(policies.POLICIES, "backwards", Backwards)
+    host, spaces = running.host, [operator.open(shard=shard) for shard in ("tp0/2", "tp1/2")]
+    rng = np.random.default_rng(5)
+    for number, space in enumerate(spaces):
+        store(operator, space, 0, 40)
+        known = host.space(LAYOUT, shard=f"tp{number}/2")
+        for first in rng.integers(0, 40, 30).tolist():
+            known.match(names(first, 1)).release()
+        known.hint(names(7, 2), wanted=False)
+    held = operator.call(Match(spaces[0], names(20, 3), 0.0), Leased)
+
+    def order() -> list[list[int]]:
+        found = []
+        for one in host.spaces:
+            policy = one._records._policy
+            found.append(policy.coldest(len(policy)).tolist())
+        return found
+
+    before = order()
+    assert [len(one) for one in before] == [37, 40]
+    for name in ("backwards", "lru", "backwards"):
+        operator.call(Configure({"policy": name}), Configured)
+        assert order() == before
+        host.check_integrity()
+    assert status(operator)["config"]["policy"] == "backwards"
+    # The new one ranks from here on.
+    operator.call(Release(spaces[0], held.slots, held.generations), Done)
+    assert order()[0] == [*held.slots[::-1].tolist(), *before[0]]
+    assert host.spaces[0].evict(3) == 3
+    assert order() == before
+    third = operator.open(shard="of its own")
+    store(operator, third, 0, 2)
+    assert isinstance(host.spaces[2]._records._policy, Backwards)
+    operator.call(Configure({"policy": "lru"}), Configured)
+    host.check_integrity()
+
+
+# Draining
+
+
+def test_a_drained_sidecar_takes_nothing_new_until_it_is_told_to(
+    over_disk: tuple[Running, TroubledDisk],
+) -> None:
+    running, cold = over_disk
+    with RawClient(running.path, group=b"e" * 16) as engine, RawClient(running.path) as operator:
+        space = engine.open()
+        store(engine, space, 0, 5)
+        granted = engine.call(Reserve(space, names(10, 1), 0.0), Reserved)
+        assert operator.call(Drain(True, 20.0), Count).count == 0
+        assert np.count_nonzero(cold.contains(running.host.space(LAYOUT).id, names(0, 5))) == 5
+        values = status(operator)
+        assert values["draining"]
+        (part,) = values["degraded"]
+        assert part["part"] == "draining"
+        for refused in (
+            Reserve(space, names(20, 1), 0.0),
+            Load(space, names(0, 1), 0.0),
+            Put(space, names(20, 1), bytes(4096), 0.0),
+            Hint(space, names(20, 1), True),
+        ):
+            with pytest.raises(ServiceUnavailableError, match="drained"):
+                engine.call(refused)
+        # What is there is found, and what was reserved can be committed.
+        assert len(engine.call(Match(space, names(0, 5), 0.0), Leased).slots) == 5
+        engine.call(Commit(space, granted.slots, granted.generations), Done)
+        cold.fault = ColdStatus.UNAVAILABLE
+        assert operator.call(Drain(True, 0.2), Count).count == 1
+        assert part in status(operator)["degraded"]
+        cold.fault = None
+        assert operator.call(Drain(False, 20.0), Count).count <= 1
+        assert not status(operator)["draining"]
+        store(engine, space, 20, 1)
+
+
+def test_the_asyncio_client_sets_drains_and_switches(running: Running, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with await connect_async(str(running.path)) as operator:
+            assert await operator.configure(clean_ahead=1.0) == {"clean_ahead": (0.25, 1.0)}
+            with pytest.raises(ConfigError, match="did you mean policy"):
+                await operator.configure(polcy="lru")
+            await operator.attach_cold(f"disk://{tmp_path}/cold", capacity_bytes=1 << 20)
+            space = await operator.space(LAYOUT)
+            assert await space.put(names(0, 4), np.ones((4, 4096), np.uint8), wait=20.0) == 4
+            assert await operator.drain(deadline=20.0) == 0
+            assert (await operator.status())["draining"]
+            assert await operator.drain(False) == 0
+            assert await operator.detach_cold(20.0) == 0
+            with pytest.raises(ConfigError):
+                await operator.detach_cold()
+            with pytest.raises(ConfigError):
+                await operator.attach_cold("nothing://", capacity_bytes=1)
 
     asyncio.run(asyncio.wait_for(work(), 60))

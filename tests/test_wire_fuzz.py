@@ -53,7 +53,7 @@ from kvpager.api.messages import (
     Subscribe,
     Unpin,
 )
-from kvpager.api.operator_messages import Disconnect, EvictWhere
+from kvpager.api.operator_messages import Disconnect, Drain, EvictWhere
 from kvpager.api.remote_access import RemoteAccess
 from kvpager.api.wire import Failure, Notice, Reply, Request, encode
 from kvpager.kvstore.handles import Generations
@@ -323,6 +323,8 @@ def likely(kind: type[Message], seen: dict[str, Generations]) -> st.SearchStrate
         of_names["tenant"] = st.sampled_from(["anna", "é" * 300])
     if kind is Disconnect:
         of_names["client"] = st.integers(-1, 0) | st.integers(_NO_BYSTANDER, 2**63)
+    if kind is Drain:
+        of_names["on"] = st.just(False)
     return st.builds(
         kind,
         **{
@@ -358,13 +360,13 @@ def test_requests_that_nearly_make_sense_are_answered_each_and_harm_nobody(
 
 
 def spares_the_bystanders(frame: Any) -> bool:
-    """Whether no block or connection of the bystanders would go, who have no tenant and came first."""
+    """Whether the bystanders keep what they have and go on; they have no tenant, and came first."""
     message = frame.message if isinstance(frame, Request) else None
     if isinstance(message, PurgeTenant | EvictWhere):
         return message.tenant != ""
     if isinstance(message, Disconnect):
         return not 0 < message.client < _NO_BYSTANDER
-    return True
+    return not (isinstance(message, Drain) and message.on)
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(5000, marks=pytest.mark.full)])

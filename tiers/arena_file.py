@@ -82,8 +82,7 @@ class ArenaFile:
         self, path: str | os.PathLike[str], *, fresh: bool = False, keep: bool = False, cold: str = ""
     ) -> None:
         self.path = expect_path("arena", path)
-        cold = expect_text("cold", cold, empty=True)
-        self._cold = _digest(cold, COLD_BYTES) if cold else bytes(COLD_BYTES)
+        self._cold = _cold_digest(cold)
         self.keep = expect_flag("keep", keep)
         fresh = expect_flag("fresh", fresh)
         self.file = _locked(self.path)
@@ -170,6 +169,15 @@ class ArenaFile:
         self._start_over(capacity_bytes, extent_bytes).set_cold(self._cold)
         self._taken = True
         return nothing
+
+    def set_cold(self, cold: str) -> None:
+        """Another cold tier has copies of the blocks from now on; empty: none has. See ``cold`` above.
+
+        Raises:
+            ClosedError: as of `records`.
+        """
+        self._cold = _cold_digest(cold)
+        self.records.set_cold(self._cold)
 
     def remove(self) -> None:
         """Remove the files, while they are locked; who has the arena mapped keeps it."""
@@ -376,6 +384,11 @@ def _opened(path: str, flags: int = 0) -> io.FileIO:
 
 def _digest(text: str, nbytes: int) -> bytes:
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=nbytes).digest()
+
+
+def _cold_digest(cold: str) -> bytes:
+    """What stands in records for the name of a cold tier."""
+    return _digest(cold, COLD_BYTES) if expect_text("cold", cold, empty=True) else bytes(COLD_BYTES)
 
 
 def _made(path: str) -> io.FileIO:

@@ -32,7 +32,7 @@ __all__ = ["TAKEN", "main"]
 
 TAKEN: Final = 3
 """The exit code where it may not, or cannot, listen: trying again is of no use."""
-_TIMEOUT: Final = 5.0
+_TIMEOUT: Final = 3.0
 """Seconds that the sidecar may take to answer."""
 _MOST_CONNECTIONS: Final = 128
 _KEEP_ALIVE_SECONDS: Final = 30
@@ -96,7 +96,7 @@ async def _serve(
         return AsyncConnection(path, name="admin", group=group, timeout=_TIMEOUT, strict=True)
 
     connection = connect()
-    app = create_app(connection, connect, tokens)
+    app = create_app(connection, connect, tokens, group=group)
     config = uvicorn.Config(
         app,
         access_log=False,  # what is asked for may name sessions

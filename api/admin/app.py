@@ -59,6 +59,7 @@ def create_app(
     connect: Callable[[], AsyncConnection],
     tokens: Tokens,
     *,
+    group: bytes,
     bounds: Bounds | None = None,
 ) -> FastAPI:
     """The application. To be served on the loop of its connection.
@@ -67,9 +68,10 @@ def create_app(
         connection: to the sidecar, as an operator, and strict; it stays the caller's.
         connect: makes another one, to hear of events on; it is closed here.
         tokens: who may do what.
+        group: the client group of these connections, 16 bytes.
         bounds: how much one address may ask.
     """
-    admin = Admin(connection, connect)
+    admin = Admin(connection, connect, group)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Annotated, Final
+from typing import Annotated
 
 from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
 
-from ...tiers.layout import KVLayout
 from ..client_async import AsyncConnection, AsyncSpace
 from .feed import Feed
 from .models import Role
@@ -18,17 +17,6 @@ from .watch import Watch
 
 __all__ = ["Admin", "AdminHere", "RoleHere"]
 
-_LAYOUT: Final = (
-    "num_layers",
-    "num_kv_heads",
-    "head_dim",
-    "block_size",
-    "dtype",
-    "format",
-    "planes",
-    "scale_bytes",
-)
-
 
 class Admin:
     """A sidecar, as the routes have it. Used on one event loop.
@@ -36,15 +24,19 @@ class Admin:
     Args:
         connection: to the sidecar; as an operator, and strict.
         connect: makes another one, to hear of events on.
+        group: the client group of these connections.
 
     Attributes:
-        connection: as given.
+        connection, group: as given.
         watch: knows how the sidecar is.
         feed: its events.
     """
 
-    def __init__(self, connection: AsyncConnection, connect: Callable[[], AsyncConnection]) -> None:
+    def __init__(
+        self, connection: AsyncConnection, connect: Callable[[], AsyncConnection], group: bytes
+    ) -> None:
         self.connection = connection
+        self.group = group
         self.watch = Watch(connection)
         self.feed = Feed(self.watch, connect)
 
@@ -55,11 +47,9 @@ class Admin:
             HTTPException: there is none.
         """
         status = (await self.watch.facts()).value.status
-        found = next((space for space in status["spaces"] if space["id"] == name), None)
-        if found is None:
+        if not any(space["id"] == name for space in status["spaces"]):
             raise HTTPException(HTTPStatus.NOT_FOUND, f"there is no space {name}")
-        layout = KVLayout(**{field: found[field] for field in _LAYOUT}, window=found["window"] or None)
-        return await self.connection.space(layout, shard=found["shard"], tenant=found["tenant"])
+        return await self.connection.find_space(bytes.fromhex(name))
 
     async def spaces(self, name: str | None) -> list[AsyncSpace]:
         """The space of this id; None: all that there are.
@@ -71,6 +61,11 @@ class Admin:
             return [await self.space(name)]
         status = (await self.watch.facts()).value.status
         return [await self.space(space["id"]) for space in status["spaces"]]
+
+    async def refuse_without_cold(self) -> None:
+        """Raise `HTTPException` where there is no cold tier."""
+        if "cold" not in (await self.watch.facts()).value.status:
+            raise HTTPException(HTTPStatus.CONFLICT, "there is no cold tier")
 
     async def refuse_if_draining(self) -> None:
         """Raise `HTTPException` where the sidecar takes no blocks."""
@@ -85,6 +80,9 @@ class Admin:
 
 def _admin(request: Request) -> Admin:
     admin: Admin = request.app.state.admin
+    # As of HTTP: what is told is to be as of now, not as of a moment ago.
+    if "no-cache" in request.headers.get("cache-control", ""):
+        admin.watch.changed()
     return admin
 
 

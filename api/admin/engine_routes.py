@@ -16,6 +16,7 @@ from .cursors import Cursor, read_cursor, write_cursor
 from .models import (
     MOST_PAGE,
     Client,
+    Counted,
     EngineState,
     Hex,
     Listed,
@@ -41,6 +42,23 @@ async def clients(admin: AdminHere) -> Listed[Client]:
     """Who is connected."""
     facts = (await admin.watch.facts()).value
     return Listed[Client](items=[_client(one) for one in facts.clients.values()])
+
+
+@router.delete("/clients/{id}", tags=["clients"], responses=documented(401, 403, 404, 409, 422, 503))
+async def disconnect(
+    id: Annotated[int, Path(ge=0, le=(1 << 63) - 1, description="its `id`")],  # noqa: A002
+    admin: AdminHere,
+) -> Counted:
+    """End a connection. What its processes may still touch stays as it is; most clients connect again."""
+    facts = (await admin.watch.facts()).value
+    found = next((one for one in facts.clients.values() if one["id"] == id), None)
+    if found is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"no client has the id {id}")
+    if found["group"] == admin.group.hex():
+        raise HTTPException(HTTPStatus.CONFLICT, "this is the admin process's own connection")
+    await admin.connection.disconnect(id)
+    admin.watch.changed()
+    return Counted(count=1)
 
 
 @router.get("/sessions", tags=["sessions"], responses=documented(404, 422, 503))

@@ -534,14 +534,14 @@ class EvictRequest(_Body):
     )
 
     tier: Literal["host", "cold"] = Field("host", description="where it is to go from")
-    tenant: TenantName | None = Field(None, description="blocks of this tenant; empty: of those without one")
+    tenant: TenantName | None = Field(None, min_length=1, description="blocks of this tenant")
     spaces: list[Hex] = Field(default_factory=list, max_length=MOST_HASHES, description="blocks of these")
     prefixes: list[Hex] = Field(
         default_factory=list,
         max_length=MOST_HASHES,
         description="own blocks of these: what continues them, and what comes before and no other has",
     )
-    older_than_seconds: float | None = Field(None, ge=0, le=1e9, description="not used for so long")
+    older_than_seconds: float | None = Field(None, gt=0, le=1e9, description="not used for so long")
     most_bytes: int | None = Field(
         None, gt=0, le=_MOST_COUNT, description="so many bytes at most, coldest first"
     )

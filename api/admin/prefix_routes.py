@@ -227,12 +227,13 @@ async def demote(
     deadline_seconds: _Wait = 30.0,
 ) -> PrefixMoved:
     """Copy a prefix's own blocks to the cold tier, and drop them from host memory."""
+    await admin.refuse_without_cold()
     asked = moved = 0
     for tree, node in await _resident(admin, hash, space):
         names = tree.names(await asyncio.to_thread(tree.own, node))
         space_calls = await admin.space(tree.space.id.hex())
         asked += len(names)
-        moved += await space_calls.demote(names, deadline_seconds)
+        moved += await space_calls.demote(names, deadline=deadline_seconds)
     admin.watch.changed()
     return PrefixMoved(hash=hash, tier=TierName.COLD, asked_blocks=asked, moved_blocks=moved)
 
@@ -240,9 +241,12 @@ async def demote(
 @router.post("/evict", responses=documented(401, 403, 404, 409, 413, 422, 503))
 async def evict(asked: EvictRequest, admin: AdminHere) -> Evicted:
     """Let blocks go."""
-    restricted = asked.tenant is not None or asked.spaces or asked.prefixes
+    restricted = asked.tenant or asked.spaces or asked.prefixes
     if not (restricted or asked.older_than_seconds or asked.most_bytes or asked.everything):
         raise HTTPException(HTTPStatus.CONFLICT, "nothing restricts what is to go: say what, or `everything`")
+    await _refuse_unknown(admin, asked)
+    if asked.tier == TierName.COLD:
+        await admin.refuse_without_cold()
     names: list[bytes] = []
     for one in asked.prefixes:
         for tree, node in await _resident(admin, one, None):
@@ -252,9 +256,9 @@ async def evict(asked: EvictRequest, admin: AdminHere) -> Evicted:
         tenant=asked.tenant,
         spaces=[bytes.fromhex(one) for one in asked.spaces],
         hashes=names,
-        older_than=asked.older_than_seconds or 0.0,
+        older_than=asked.older_than_seconds,
         tier=asked.tier,
-        most_bytes=asked.most_bytes or 0,
+        most_bytes=asked.most_bytes,
         dry_run=asked.dry_run,
     )
     admin.watch.changed()
@@ -271,6 +275,14 @@ async def warm(asked: WarmRequest, admin: AdminHere) -> Warmed:
 
 
 # Inside
+
+
+async def _refuse_unknown(admin: Admin, asked: EvictRequest) -> None:
+    """Raise `HTTPException` where a tenant or space is named that there is none of."""
+    for space in asked.spaces:
+        await admin.space(space)
+    if asked.tenant and asked.tenant not in (await admin.watch.facts()).value.stats["tenants"]:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"the sidecar has no space of tenant {asked.tenant!r}")
 
 
 async def _warm(admin: Admin, hashes: Sequence[str], space: str | None, seconds: float) -> Warmed:

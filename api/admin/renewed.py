@@ -13,8 +13,6 @@ __all__ = ["Aged", "Renewed"]
 _T = TypeVar("_T")
 _PATIENCE: Final = 0.03
 """Seconds that who asks waits for a new value where there is an older one."""
-_SHARE: Final = 0.1
-"""Of the time, that making it may take."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +38,20 @@ class Aged(Generic[_T]):
 class Renewed(Generic[_T]):
     """A value that is made when it is asked for, at most once at a time.
 
-    The last one is given for `seconds`, and for ten times as long as it took to make. After that who asks
-    waits a moment for a new one, and is given the last one where that takes longer; so asking again and again
-    is always answered soon, and the first answer after a long time may be an old one, which says its age.
+    The last one is given until it is old. After that who asks waits a moment for a new one, and is given the
+    last one where that takes longer; so asking again and again is always answered soon, and the first answer
+    after a long time may be an old one, which says its age.
 
     Args:
         make: makes it.
         seconds: how long one is good enough.
+        share: of the time, that making it may take: it is good enough for longer where making it takes long.
     """
 
-    def __init__(self, make: Callable[[], Awaitable[_T]], seconds: float) -> None:
+    def __init__(self, make: Callable[[], Awaitable[_T]], seconds: float, *, share: float = 1.0) -> None:
         self._make = make
         self._seconds = seconds
+        self._share = share
         self._last: Aged[_T] | None = None
         self._making: asyncio.Task[Aged[_T]] | None = None
         self._outdated = float("-inf")
@@ -67,7 +67,7 @@ class Renewed(Generic[_T]):
         """
         last, now = self._last, time.monotonic()
         if last is not None and not newest and last.began >= self._outdated:
-            if last.age < max(self._seconds, last.took / _SHARE):
+            if last.age < max(self._seconds, last.took / self._share):
                 return last
             made = await self._within(_PATIENCE)
             return made or last

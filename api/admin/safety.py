@@ -16,6 +16,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,6 +36,7 @@ _PASSED_ON: Final = ("forwarded", "x-forwarded-for", "via")
 """Headers of a proxy, behind which everybody would be of this machine."""
 _BEARER: Final = "bearer "
 _MOST_PEERS: Final = 1024
+_TOO_LARGE: Final = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 _HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -90,10 +92,6 @@ class _Buckets:
         return left >= 1
 
 
-class _BodyTooLarge(Exception):  # noqa: N818  it never leaves this module
-    """More came than may."""
-
-
 class Safety:
     """ASGI middleware that lets through what may pass, with `role` in the request's state.
 
@@ -122,18 +120,7 @@ class Safety:
         if refused is not None:
             await refused(scope, receive, guarded)
             return
-        begun = False
-
-        async def sent(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await guarded(message)
-
-        try:
-            await self._app(scope, _bounded(receive, self._bounds.body_bytes), sent)
-        except _BodyTooLarge:
-            if not begun:
-                await self._too_large(scope["path"])(scope, receive, guarded)
+        await self._app(scope, _bounded(receive, self._bounds.body_bytes), guarded)
 
     def _refused(self, scope: Scope, headers: Headers, who: str) -> ASGIApp | None:
         """Why it is not let through, as an answer; None: it is, and its role stands in the scope."""
@@ -175,12 +162,8 @@ class Safety:
         return is_loopback_host(headers.getlist("host")) and headers.get("sec-fetch-site") != "cross-site"
 
     def _too_large(self, path: str) -> ASGIApp:
-        return problem_answer(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"a body has {self._bounds.body_bytes} bytes at most",
-            path,
-            headers={"Connection": "close"},
-        )
+        detail = f"a body has {self._bounds.body_bytes} bytes at most"
+        return problem_answer(_TOO_LARGE, detail, path, headers={"Connection": "close"})
 
 
 def is_loopback_host(hosts: Iterable[str]) -> bool:
@@ -214,7 +197,7 @@ def _bounded(receive: Receive, most: int) -> Receive:
         message = await receive()
         came += len(message.get("body", b""))
         if came > most:
-            raise _BodyTooLarge
+            raise HTTPException(_TOO_LARGE, f"a body has {most} bytes at most", {"Connection": "close"})
         return message
 
     return bounded

@@ -32,6 +32,8 @@ __all__ = ["Facts", "FlowRate", "Watch"]
 _T = TypeVar("_T")
 _FACTS_SECONDS: Final = 0.25
 _LOOK_SECONDS: Final = 1.0
+_LOOK_SHARE: Final = 0.1
+"""Of a core, that looking at records takes."""
 _RATE_SECONDS: Final = 5.0
 """That a rate is of."""
 
@@ -107,8 +109,8 @@ class Watch:
     def __init__(self, connection: AsyncConnection) -> None:
         self.connection = connection
         self._facts = Renewed(self._ask, _FACTS_SECONDS)
-        self._occupancy = Renewed(lambda: self._read(look), _LOOK_SECONDS)
-        self._trees = Renewed(lambda: self._read(grow), _LOOK_SECONDS)
+        self._occupancy = Renewed(lambda: self._read(look), _LOOK_SECONDS, share=_LOOK_SHARE)
+        self._trees = Renewed(lambda: self._read(grow), _LOOK_SECONDS, share=_LOOK_SHARE)
         self._rates = _Rates()
         self._view: RecordView | None = None
         self._boot = ""
@@ -153,7 +155,7 @@ class Watch:
         return self._rates.rate(name)
 
     def changed(self) -> None:
-        """Something was changed through this process: who looks next sees it."""
+        """Something was changed: who looks next is told how it is after that."""
         for kept in (self._facts, self._occupancy, self._trees):
             kept.outdate()
 
