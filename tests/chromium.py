@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -68,11 +68,11 @@ class Chromium:
         self._reader.start()
 
     def page(self, width: int = 1440, height: int = 900, *, dark: bool = False) -> Page:
-        """A tab of its own, with nothing of other tabs' storage."""
+        """A tab of its own, with nothing of other tabs' storage, until the end of a ``with``."""
         context = self.ask("Target.createBrowserContext")["browserContextId"]
         target = self.ask("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        page = Page(self, session)
+        page = Page(self, session, context)
         self._pages[session] = page
         for domain in ("Page", "Runtime", "Network", "Log", "Accessibility"):
             page.ask(f"{domain}.enable")
@@ -130,9 +130,10 @@ class Page:
         complaints: errors of its console and scripts, and violations of its policy.
     """
 
-    def __init__(self, browser: Chromium, session: str) -> None:
+    def __init__(self, browser: Chromium, session: str, context: str) -> None:
         self._browser = browser
         self._session = session
+        self._context = context
         self.requests: list[str] = []
         self.complaints: list[str] = []
 
@@ -178,8 +179,12 @@ class Page:
         return answer["result"].get("value")
 
     def until(self, expression: str, seconds: float = 20.0) -> Any:
-        """What the expression is as soon as it is true, or not empty."""
-        return _until(lambda: self.value(expression), f"{expression} is not so", seconds)
+        """What the expression is as soon as it is true, or not empty. It may speak of elements that are to come."""
+        careful = (
+            f"(() => {{ try {{ return {expression}; }} catch (error) {{"
+            " if (error instanceof TypeError) return null; throw error; } })()"
+        )
+        return _until(lambda: self.value(careful), f"{expression} is not so", seconds)
 
     def text(self, selector: str) -> str:
         """What an element shows, as it is read."""
@@ -190,15 +195,30 @@ class Page:
         """As a mouse does, where the middle of the element is."""
         find = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{find}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
-        box = self.value(f"(() => {{ const r = {find}.getBoundingClientRect();"
-                         " return [r.x + r.width / 2, r.y + r.height / 2]; })()")
+        box = self.value(
+            f"(() => {{ const r = {find}.getBoundingClientRect();"
+            " return [r.x + r.width / 2, r.y + r.height / 2]; })()"
+        )
         for kind in ("mousePressed", "mouseReleased"):
             self.ask("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
     def press(self, key: str, *, shift: bool = False) -> None:
         """One key, by its name: Tab, Enter, Escape, ArrowRight."""
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, " ": 32}
-        values = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": 8 if shift else 0}
+        codes = {
+            "Tab": 9,
+            "Enter": 13,
+            "Escape": 27,
+            "ArrowLeft": 37,
+            "ArrowUp": 38,
+            "ArrowRight": 39,
+            " ": 32,
+        }
+        values = {
+            "key": key,
+            "code": key,
+            "windowsVirtualKeyCode": codes[key],
+            "modifiers": 8 if shift else 0,
+        }
         if key == "Enter":
             values["text"] = "\r"
         self.ask("Input.dispatchKeyEvent", type="keyDown", **values)
@@ -208,6 +228,14 @@ class Page:
     def write(self, text: str) -> None:
         """What is written goes to the element that has the focus."""
         self.ask("Input.insertText", text=text)
+
+    def __enter__(self) -> Page:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._browser.ask("Target.disposeBrowserContext", browserContextId=self._context)
 
     def picture(self, *, whole: bool = True) -> bytes:
         """The page as a PNG, or what is seen of it without scrolling."""

@@ -30,9 +30,12 @@ export class Api {
     return this.#token !== null;
   }
 
-  useToken(token) {
+  /** What a token may, if it is known: then it is kept and said from now on. */
+  async tryToken(token) {
+    const { role } = await this.#ask("GET", "v1/status", { token });
     this.#token = token;
     sessionStorage.setItem(TOKEN, token);
+    return role;
   }
 
   forgetToken() {
@@ -42,12 +45,12 @@ export class Api {
 
   /** What a GET gives. `query`: what is null is left out. */
   get(path, query = {}) {
-    return this.#ask("GET", path, query);
+    return this.#ask("GET", path, { query });
   }
 
   /** What another method gives; `body` goes as JSON. */
-  send(method, path, { query = {}, body } = {}) {
-    return this.#ask(method, path, query, body);
+  send(method, path, { query, body } = {}) {
+    return this.#ask(method, path, { query, body });
   }
 
   /**
@@ -55,7 +58,7 @@ export class Api {
    * EventSource sends no token, so the stream is read here.
    */
   async events(heard, signal) {
-    const response = await fetch("v1/events", { headers: this.#headers(), signal, cache: "no-store" });
+    const response = await fetch("v1/events", { headers: headersOf(this.#token), signal, cache: "no-store" });
     if (!response.ok) throw await refusal(response);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let text = "";
@@ -71,10 +74,10 @@ export class Api {
     }
   }
 
-  async #ask(method, path, query, body) {
+  async #ask(method, path, { query = {}, body, token = this.#token }) {
     const said = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
     const address = said.length > 0 ? `${path}?${new URLSearchParams(said)}` : path;
-    const headers = this.#headers();
+    const headers = headersOf(token);
     if (body !== undefined) headers.set("Content-Type", "application/json");
     let response;
     let answer;
@@ -89,12 +92,10 @@ export class Api {
     if (!response.ok) throw await refusal(response);
     return answer;
   }
+}
 
-  #headers() {
-    const headers = new Headers();
-    if (this.#token !== null) headers.set("Authorization", `Bearer ${this.#token}`);
-    return headers;
-  }
+function headersOf(token) {
+  return new Headers(token === null ? {} : { Authorization: `Bearer ${token}` });
 }
 
 async function refusal(response) {

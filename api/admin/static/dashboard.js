@@ -1,6 +1,6 @@
 // The page: asks /v1 again and again, and shows what it says.
 
-import { Api } from "./api.js";
+import { Api, Refusal } from "./api.js";
 import { byId, element, keyed, say } from "./elements.js";
 import { Events } from "./events.js";
 import { bytes, count, counted, duration, percent, short, time } from "./format.js";
@@ -13,8 +13,8 @@ import { tenantClass } from "./tenants.js";
 import { Traffic, showFlows } from "./traffic.js";
 
 const POLL_MILLISECONDS = 2000;
-/** What is long is asked for in every so many polls: the map and the lists. */
-const LONG_EVERY = 2;
+/** Lists are asked for in every so many polls. */
+const LISTS_EVERY = 2;
 const THEMES = ["system", "light", "dark"];
 
 const api = new Api();
@@ -30,6 +30,8 @@ let timer = null;
 let polling = false;
 let again = false;
 let heardAt = null;
+let heardOf = null;
+let lost = false;
 
 /** Poll now, lists too: somebody changed something. */
 function soon() {
@@ -45,7 +47,7 @@ async function poll() {
   try {
     await show();
   } catch (error) {
-    if (typeof error.status === "undefined") throw error;
+    if (!(error instanceof Refusal)) throw error;
     showAway(error);
   } finally {
     polling = false;
@@ -56,20 +58,21 @@ async function poll() {
 
 async function show() {
   const status = await api.get("v1/status");
-  const long = polls % LONG_EVERY === 0;
+  const lists = polls % LISTS_EVERY === 0;
   polls += 1;
-  const [details, hostMap] = await Promise.all([
-    Promise.all(status.tiers.map((tier) => api.get(`v1/tiers/${tier}`))),
-    long ? api.get("v1/tiers/host/map", { cells: map.cells }) : null,
-    ...(long ? [prefixes.poll(), sessions.poll()] : []),
+  const [tiers, hostMap] = await Promise.all([
+    Promise.all(status.tiers.map((tier) => orNull(api.get(`v1/tiers/${tier}`)))),
+    orNull(api.get("v1/tiers/host/map", { cells: map.cells }), map),
+    ...(lists ? [orNull(prefixes.poll(), prefixes), sessions.poll()] : []),
   ]);
+  const details = tiers.filter((tier) => tier !== null);
   heardAt = Date.now() / 1000;
   for (const space of status.spaces) tenantClass(space.tenant);
   operating.role = status.role;
   showState(status);
   traffic.add(status, heardAt);
   const host = details.find((tier) => tier.tier === "host");
-  showFigures(status, host);
+  showFigures(status, host, hostMap);
   showTiers(details, status.cold);
   showTenants(host?.tenants ?? []);
   showSpaces(status.spaces);
@@ -80,7 +83,24 @@ async function show() {
   sessions.sum(status);
 }
 
+/**
+ * What is asked for, or null where the sidecar has no such thing: a tier that went meanwhile, a map of memory that no
+ * records tell of. `part` says why in its place. That nobody answers is another matter, and thrown.
+ */
+async function orNull(asked, part = null) {
+  try {
+    return await asked;
+  } catch (error) {
+    if (error.status !== 404 && error.status !== 409) throw error;
+    part?.refuse(error);
+    return null;
+  }
+}
+
 function showState(status) {
+  if (lost) events.note("connected", status.boot_id === heardOf ? "it answers again" : "it answers again, started anew");
+  lost = false;
+  heardOf = status.boot_id;
   document.body.classList.remove("stale");
   byId("away").hidden = true;
   const state = byId("state");
@@ -101,15 +121,17 @@ function showState(status) {
   say(byId("age"), `as of ${time(heardAt - status.age_seconds)}`);
 }
 
-function showFigures(status, host) {
+function showFigures(status, host, hostMap) {
+  const saved = status.hits.saved_tokens;
   const { host: inHost, cold, tokens } = traffic.lately;
   const figures = [
     ["Hit rate", inHost === null ? "–" : percent(inHost + cold),
       inHost === null ? "nothing asked for lately" : `host ${percent(inHost)} · cold ${percent(cold)}`],
-    ["Tokens saved", short(status.hits.saved_tokens), tokens === null ? "since its start" : `${short(tokens)}/s in the last minute`],
+    ["Tokens saved", short(saved), saved === null ? "the sidecar does not say" : tokens === null ? "since its start" : `${short(tokens)}/s lately`],
     ["Host memory", host?.capacity_bytes ? percent(host.used_bytes / host.capacity_bytes) : "–",
       host ? `${bytes(host.used_bytes)} of ${bytes(host.capacity_bytes)}` : ""],
-    ["Largest free run", bytes(host?.largest_free_run_bytes), host?.free_bytes > 0 ? `of ${bytes(host.free_bytes)} free` : "nothing is free"],
+    ["Largest free run", bytes(hostMap?.largest_free_run_bytes),
+      hostMap === null ? "not known" : hostMap.free_bytes > 0 ? `of ${bytes(hostMap.free_bytes)} free` : "nothing is free"],
     ["Sessions", count(status.sessions_awake + status.sessions_asleep),
       `${count(status.sessions_awake)} awake · ${count(status.sessions_asleep)} asleep`],
     ["Only in host", bytes(host?.dirty_bytes ?? null), "no copy in the cold tier yet"],
@@ -132,6 +154,10 @@ function showAway(refusal) {
     if (heardAt === null && polls === 0) operating.ask("Looking from another machine needs a token.");
     polls += 1;
     return;
+  }
+  if (refusal.status === null && heardAt !== null && !lost) {
+    lost = true;
+    events.note("disconnected", refusal.message);
   }
   document.body.classList.add("stale");
   state.dataset.state = "away";
@@ -173,5 +199,7 @@ document.addEventListener("visibilitychange", () => {
   }
 });
 followTheme();
+// Beside the map there is room for it; on a phone it is one tap away.
+byId("spaces-more").open = window.innerWidth > 760;
 events.start();
 poll();

@@ -43,6 +43,11 @@ export class Events {
     this.#stop = null;
   }
 
+  /** Show at the top that the sidecar, with its admin process, was lost or is back: nobody else can tell of it. */
+  note(kind, reason) {
+    this.add({ kind, at: Date.now() / 1000, tier: null, blocks: 0, lost: 0, part: null, reason });
+  }
+
   /** Show an event at the top. */
   add(event) {
     if (byId("events-hold").getAttribute("aria-pressed") === "true") return;
@@ -60,10 +65,9 @@ export class Events {
 
 function words(event) {
   const parts = [];
-  if (event.kind === "stored") parts.push(`${counted(event.blocks, "block")} in the ${event.tier} tier`);
-  else if (event.kind === "removed") parts.push(`${counted(event.blocks, "block")} from the ${event.tier} tier`);
-  else if (event.kind === "connected") parts.push("the sidecar answers");
-  else if (event.kind === "disconnected") parts.push("the sidecar does not answer");
+  if (event.tier !== null) parts.push(`${counted(event.blocks, "block")} · ${event.tier}`);
+  else if (event.kind === "connected") parts.push(event.reason ?? "the sidecar answers");
+  else if (event.kind === "disconnected") parts.push(event.reason ?? "the sidecar does not answer");
   else parts.push([event.part, event.reason].filter((said) => said !== null).join(": "));
   if (event.lost > 0) parts.push(`${counted(event.lost, "event")} before this one lost`);
   return parts.join("; ");

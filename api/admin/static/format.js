@@ -73,8 +73,8 @@ export function time(seconds) {
 }
 
 /** 1 block, 2 blocks */
-export function counted(value, noun) {
-  return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+export function counted(value, noun, plural = `${noun}s`) {
+  return `${count(value)} ${value === 1 ? noun : plural}`;
 }
 
 /** What a tenant is called. */

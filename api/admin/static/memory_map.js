@@ -33,11 +33,20 @@ export class MemoryMap {
   /** Show a map of `/v1/tiers/host/map`, with what `/v1/tiers/{tier}` says of last blocks (null: nobody told). */
   show(map, lastBlocksBytes) {
     this.#map = map;
+    byId("map-empty").hidden = true;
+    byId("map-shown").hidden = false;
     for (const space of map.spaces) tenantClass(space.tenant);
     this.#at.max = String(Math.max(0, map.count - 1));
     this.#tell(lastBlocksBytes);
     this.#tabulate();
     this.#draw();
+  }
+
+  /** Say why there is none. */
+  refuse(refusal) {
+    byId("map-empty").hidden = false;
+    byId("map-shown").hidden = true;
+    say(byId("map-empty"), `There is no map: ${refusal.message}.`);
   }
 
   /** Draw it again, in the colours of now. */
@@ -57,7 +66,7 @@ export class MemoryMap {
     else if (free === 0) words.push("No room is free: what comes takes the place of what is idle.");
     else if (map.free_runs <= 1) words.push(`${bytes(free)} are free, in one piece.`);
     else {
-      words.push(`${bytes(free)} are free, in ${counted(map.free_runs, "stretch").replace(/stretchs$/, "stretches")}; ` +
+      words.push(`${bytes(free)} are free, in ${counted(map.free_runs, "stretch", "stretches")}; ` +
         `the longest is ${bytes(map.largest_free_run_bytes)}, ${percent(map.largest_free_run_bytes / free)} of it.`);
     }
     words.push(lastBlocksBytes === null ? "What unfilled last blocks waste is not known: no engine has reported sessions."
@@ -111,7 +120,7 @@ export class MemoryMap {
     const columns = 1 << Math.round(Math.log2(Math.sqrt(this.#map.count * (wide < 480 ? 1 : 2))));
     const rows = Math.ceil(this.#map.count / columns);
     const width = wide / columns;
-    const height = Math.min(18, Math.max(10, width));
+    const height = wide < 480 ? 14 : Math.min(18, Math.max(10, width));
     this.#grid = { columns, width, height };
     const scale = window.devicePixelRatio;
     this.#canvas.height = Math.round(rows * height * scale);

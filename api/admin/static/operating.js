@@ -60,6 +60,7 @@ export class Operating {
     say(byId("token-why"), why);
     say(byId("token-problem"), "");
     byId("token-forget").hidden = !this.#api.hasToken;
+    byId("token").value = "";
     if (!dialog.open) dialog.showModal();
     byId("token").focus();
   }
@@ -80,15 +81,14 @@ export class Operating {
       say(problem, "No token was given.");
       return;
     }
-    this.#api.useToken(token);
     try {
-      const { role } = await this.#api.get("v1/status");
+      const role = await this.#api.tryToken(token);
       this.role = role;
       byId("token").value = "";
       byId("token-dialog").close();
       this.tell(role === "operate" ? "The token may look and change." : "The token may look, and change nothing.");
     } catch (error) {
-      this.#api.forgetToken();
+      if (!(error instanceof Refusal)) throw error;
       say(problem, error.wantsToken ? "This token is none that is known." : `It could not be tried: ${error.message}.`);
     }
     this.#refresh();

@@ -49,6 +49,12 @@ export class Prefixes {
     if (asked === this.#asked) this.#show(page, tenant);
   }
 
+  /** Say why there are none to be shown. */
+  refuse(refusal) {
+    this.#show({ items: [], next_cursor: null }, "*");
+    say(byId("prefixes-empty"), `Prefixes cannot be told: ${refusal.message}.`);
+  }
+
   #show(page, tenant) {
     const empty = byId("prefixes-empty");
     empty.hidden = page.items.length > 0;
@@ -66,8 +72,8 @@ export class Prefixes {
   #make() {
     const row = element("tr", {},
       element("th", { scope: "row" }, element("button", { type: "button", class: "hash" }),
-        element("span", { class: "sub" })),
-      ...["wide", "number", "number wide", "number wide", "wide", "number wide", "number wide", "number wide", "number wide"]
+        element("span", { class: "sub phone" })),
+      ...["wide", "number wide", "number wide", "number wide", "wide", "number wide", "number wide", "number wide", "number wide"]
         .map((name) => element("td", { class: name })),
       element("td", { class: "actions" }, element("button", { type: "button", class: "pin" }),
         element("button", { type: "button", class: "evict" }, "Evict…")));
@@ -83,7 +89,7 @@ export class Prefixes {
     const hash = row.querySelector(".hash");
     say(hash, shortHash(prefix.hash));
     hash.title = `${prefix.hash}: copy it`;
-    say(row.querySelector(".sub"), `${tenantName(prefix.tenant)} · ${bytes(prefix.bytes)} · ${prefix.tier} · ${counted(prefix.hits, "hit")}`);
+    say(row.querySelector(".sub"), `${tenantName(prefix.tenant)} · ${counted(prefix.tokens, "token")} · ${counted(prefix.hits, "hit")}`);
     if (tenant.dataset.tenant !== prefix.tenant || tenant.childElementCount === 0) {
       tenant.dataset.tenant = prefix.tenant;
       tenant.replaceChildren(swatch(tenantClass(prefix.tenant)), spaceName(prefix));

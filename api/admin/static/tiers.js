@@ -1,7 +1,7 @@
 // A bar for each tier: above what its blocks are, below whose they are.
 
 import { byId, element, keyed, say, shape } from "./elements.js";
-import { bytes, count, duration, percent, spaceName, tenantName } from "./format.js";
+import { bytes, count, counted, percent, spaceName, tenantName } from "./format.js";
 import { tenantClass } from "./tenants.js";
 
 /** What a block is, of several the first that holds; in the order in which bars and map show it. */
@@ -45,6 +45,7 @@ function updateTier(place, tier, cold) {
   const whole = tier.capacity_bytes ?? known.reduce((sum, [, held]) => sum + held, 0);
   say(place.querySelector(".fill"), filling(tier));
   fillBar(byState, known.map(([state, held]) => [`state-${state}`, held]), whole);
+  byState.classList.toggle("gone", tier.used_bytes === null);
   const tenants = tier.tenants ?? [];
   byTenant.classList.toggle("gone", tenants.length === 0);
   fillBar(byTenant, tenants.map((share) => [tenantClass(share.tenant), share.used_bytes]), whole);
@@ -83,7 +84,8 @@ export function showTenants(shares) {
       : `${bytes(share.quota_bytes)} (${percent(share.used_bytes / share.quota_bytes)})`;
     row.replaceChildren(
       element("th", { scope: "row" }, swatch(tenantClass(share.tenant)), tenantName(share.tenant)),
-      ...[bytes(share.used_bytes), bytes(share.leased_bytes), bytes(share.pinned_bytes), quota].map(number));
+      ...[bytes(share.used_bytes), bytes(share.leased_bytes), bytes(share.pinned_bytes)].map(number),
+      element("td", { class: "number wide" }, quota));
   });
 }
 
@@ -92,21 +94,16 @@ export function showSpaces(spaces) {
   byId("spaces-empty").hidden = spaces.length > 0;
   byId("spaces").parentElement.hidden = spaces.length === 0;
   keyed(byId("spaces"), spaces, (space) => space.id, () => element("tr"), (row, space) => {
-    const layout = `${space.num_layers} layers × ${space.num_kv_heads} heads × ${space.head_dim}, ${space.dtype}`;
+    const layout = `${space.num_layers} layers × ${space.num_kv_heads} heads × ${space.head_dim}, ${space.dtype}; ` +
+      `blocks of ${bytes(space.block_bytes)}, ${counted(space.block_size, "token")}`;
     row.replaceChildren(
-      element("th", { scope: "row", title: space.id }, swatch(tenantClass(space.tenant)), spaceName(space)),
-      element("td", {}, layout),
-      ...[`${bytes(space.block_bytes)} / ${count(space.block_size)} tokens`, count(space.resident_blocks),
-        count(space.leased_blocks), count(space.pinned_blocks), count(space.free_blocks)].map(number));
+      element("th", { scope: "row", title: space.id }, swatch(tenantClass(space.tenant)), spaceName(space),
+        element("span", { class: "sub" }, layout)),
+      ...[space.resident_blocks, space.leased_blocks, space.pinned_blocks, space.free_blocks].map((held) => number(count(held))));
   });
 }
 
 /** A cell with a number. */
 export function number(text) {
   return element("td", { class: "number" }, text);
-}
-
-/** How old a figure of idle time is, for a cell. */
-export function idle(seconds) {
-  return seconds === null ? "–" : duration(seconds);
 }

@@ -15,7 +15,7 @@ export class Traffic {
   #hits = new TimeChart(byId("hits"), [{ key: "tier-host", name: "host" }, { key: "tier-cold", name: "cold" }],
     percent, 1, "No engine has asked for a block since this page was opened.");
   #saved = new TimeChart(byId("saved"), [{ key: "tier-saved", name: "tokens saved" }],
-    (value) => `${short(value)}/s`, null, "No tokens were saved since this page was opened.");
+    (value) => `${short(value)}/s`, null, "There is nothing to draw yet.");
 
   /** Of the last minute: shares of asked blocks by where they were found, null without any; and tokens a second. */
   lately = { host: null, cold: null, tokens: null };
@@ -45,7 +45,7 @@ export class Traffic {
     })), this.#hitWords());
     this.#saved.show(points.map(({ at, values }) => ({
       at, values: values === null || values.tokens === null ? null : { "tier-saved": values.tokens },
-    })), hits.saved_tokens === null ? "The sidecar does not count them."
+    })), hits.saved_tokens === null ? "The sidecar does not say how many."
       : `${short(hits.saved_tokens)} since the sidecar was started.`);
   }
 
@@ -78,7 +78,8 @@ export class Traffic {
   }
 }
 
-const NAMES = { device: "device", host: "host", cold: "cold" };
+/** The fastest that the page saw of each flow: what engines move is told as it is, without a best. */
+const fastest = new Map();
 
 /** Bandwidth between tiers against the best that was seen, from `/v1/tiers/{tier}`. */
 export function showFlows(details) {
@@ -101,11 +102,13 @@ function makeFlow() {
 
 function updateFlow(item, flow) {
   const [way, now, bar, best, total] = item.children;
-  say(way, `${NAMES[flow.source]} → ${NAMES[flow.target]}`);
+  const name = `${flow.source} → ${flow.target}`;
   const speed = flow.bytes_per_second ?? 0;
-  const ceiling = flow.best_bytes_per_second ?? 0;
+  const most = Math.max(fastest.get(name) ?? 0, flow.best_bytes_per_second ?? speed);
+  fastest.set(name, most);
+  say(way, name);
   say(now, speed > 0 ? rate(speed) : "still");
-  bar.firstElementChild.setAttribute("width", `${ceiling > 0 ? Math.min(100, (100 * speed) / ceiling).toFixed(1) : 0}%`);
-  say(best, ceiling > 0 ? `${percent(speed / ceiling)} of ${rate(ceiling)}, the best seen` : "no figure yet");
-  say(total, flow.moved_bytes === null ? "" : `${bytes(flow.moved_bytes)} in all`);
+  bar.firstElementChild.setAttribute("width", `${most > 0 ? Math.min(100, (100 * speed) / most).toFixed(1) : 0}%`);
+  say(best, most > 0 ? `${percent(speed / most)} of ${rate(most)}, the best seen` : "nothing has moved yet");
+  say(total, flow.moved_bytes === null ? "moved by engines" : `${bytes(flow.moved_bytes)} in all`);
 }
