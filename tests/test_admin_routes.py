@@ -283,7 +283,57 @@ def test_settings_have_a_tag(server: AdminServer) -> None:
     assert answer.json()["quotas"] == {"rich": 4 << 20}
     again = server.ask("GET", "/v1/config", headers={"If-None-Match": answer.headers["ETag"]})
     assert (again.status_code, again.content) == (304, b"")
-    assert server.get("/v1/policy") == {"policy": "lru", "policies": ["lru"]}
+    policy = server.get("/v1/policy")
+    assert policy["policy"] in policy["policies"]
+
+
+def test_settings_are_changed_whole_and_only_as_they_were_seen(server: AdminServer) -> None:
+    seen = server.ask("GET", "/v1/config")
+    before = seen.json()
+    tag = {"If-Match": seen.headers["ETag"]}
+    answer = server.ask("PATCH", "/v1/config", "operate", json={"clean_ahead": 0.5}, headers=tag)
+    assert answer.json()["changed"] == {"clean_ahead": [before["clean_ahead"], 0.5]}
+    assert answer.json()["config"] == {**before, "clean_ahead": 0.5} == server.get("/v1/config")
+    late = server.ask("PATCH", "/v1/config", "operate", json={"clean_ahead": 0.6}, headers=tag)
+    assert late.status_code == 412
+    wrong = {"clean_ahead": 0.7, "log_level": "shout"}
+    assert server.ask("PATCH", "/v1/config", "operate", json=wrong).status_code == 422
+    assert server.ask("PATCH", "/v1/config", "operate", json={"clean_a_head": 0.7}).status_code == 422
+    assert server.get("/v1/config")["clean_ahead"] == 0.5
+    tag = {"If-Match": answer.headers["ETag"]}
+    again = server.ask("PATCH", "/v1/config", "operate", json=before, headers=tag)
+    assert again.json()["config"] == before
+    assert server.operate("PUT", "/v1/policy", {"policy": before["policy"]})["changed"] == {}
+
+
+def test_a_sidecar_is_drained_and_takes_blocks_again(server: AdminServer, engine: Connection) -> None:
+    store_prompt(engine, prompt(16, 3), tenant="drains")
+    assert server.operate("POST", "/v1/drain", {}) == {"draining": True, "dirty_blocks": 0}
+    assert server.get("/v1/status")["draining"]
+    assert server.get("/readyz")["status"] == "degraded"
+    assert server.ask("POST", "/v1/warm", "operate", json={"hashes": ["0" * 32]}).status_code == 409
+    assert not server.operate("POST", "/v1/drain", {"on": False})["draining"]
+    assert server.get("/readyz")["status"] == "ready"
+
+
+def test_a_cold_tier_is_detached_and_attached_while_it_serves(
+    server: AdminServer, engine: Connection, tmp_path: Path
+) -> None:
+    hashes = store_prompt(engine, prompt(17, 3), tenant="attached")
+    url = server.get("/v1/status")["cold"]["url"]
+    assert server.ask("POST", "/v1/tiers/cold/attach", "operate", json={"url": url}).status_code == 409
+    assert server.operate("POST", "/v1/tiers/cold/detach", {})["cold"] is None
+    assert server.get("/v1/status")["tiers"] == ["host"]
+    assert server.ask("POST", "/v1/tiers/cold/detach", "operate", json={}).status_code == 409
+    assert server.ask("GET", "/v1/tiers/cold").status_code == 404
+    path = f"/v1/prefixes/{hashes[-1].hex()}/demote"
+    assert server.ask("POST", path, "operate").status_code == 409
+    refused = server.ask("POST", "/v1/tiers/cold/attach", "operate", json={"url": f"disk://{tmp_path}"})
+    assert (refused.status_code, refused.json()["type"]) == (422, "urn:kvpager:problem:config")
+    attached = server.operate("POST", "/v1/tiers/cold/attach", {"url": url, "capacity_bytes": 64 << 20})
+    assert attached["cold"]["url"] == url
+    engine.flush()
+    assert server.get("/v1/tiers/host")["dirty_bytes"] == 0
 
 
 def test_events_come_as_they_happen(server: AdminServer, engine: Connection) -> None:

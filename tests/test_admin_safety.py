@@ -34,6 +34,11 @@ CHANGES = [
     ("DELETE", f"/v1/sessions/one?root={HASH}", None),
     ("DELETE", "/v1/tenants/one", None),
     ("DELETE", "/v1/clients/99999", None),
+    ("PUT", "/v1/policy", {"policy": "lru"}),
+    ("PATCH", "/v1/config", {"clean_ahead": 0.5}),
+    ("POST", "/v1/tiers/cold/attach", {"url": "disk:///nowhere"}),
+    ("POST", "/v1/tiers/cold/detach", {}),
+    ("POST", "/v1/drain", {}),
 ]
 READS = [
     "/v1/status",

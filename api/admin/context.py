@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Annotated
@@ -30,6 +31,7 @@ class Admin:
         connection, group: as given.
         watch: knows how the sidecar is.
         feed: its events.
+        configuring: held while settings are looked at and set.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Admin:
         self.group = group
         self.watch = Watch(connection)
         self.feed = Feed(self.watch, connect)
+        self.configuring = asyncio.Lock()
 
     async def space(self, name: str) -> AsyncSpace:
         """A space by its id, to have something done in it.

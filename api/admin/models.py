@@ -84,7 +84,9 @@ MOST_PAGE: Final = 1000
 MOST_TOKENS: Final = 1 << 17
 """Of one prompt that is looked up."""
 _MOST_COUNT: Final = (1 << 63) - 1
-_MOST_WAIT: Final = 600.0
+_MOST_WAIT: Final = 60.0
+"""What a request of the sidecar waits at most."""
+_MOST_DEADLINE: Final = 600.0
 _POLICY: Final = next(iter(POLICIES))
 
 T = TypeVar("T")
@@ -688,7 +690,7 @@ class ConfigChange(_Body):
 
     policy: PolicyName | None = None
     clean_ahead: float | None = Field(None, ge=0, le=1)
-    cold_deadline: float | None = Field(None, gt=0, le=_MOST_WAIT, description="seconds")
+    cold_deadline: float | None = Field(None, gt=0, le=_MOST_DEADLINE, description="seconds")
     quotas: dict[TenantName, Annotated[int, Field(gt=0, le=_MOST_COUNT)]] | None = Field(
         None, max_length=4096, description="all of them: a tenant that is not named has none"
     )
@@ -710,7 +712,7 @@ class ColdAttach(_Body):
     model_config = ConfigDict(json_schema_extra={"examples": [{"url": "redis://cache.internal:6379/0"}]})
 
     url: str = Field(
-        min_length=1,
+        pattern=r"^(disk|redis|rediss|unix|redis\+cluster|rediss\+cluster)://",
         max_length=4096,
         description="redis://, rediss://, unix:// or disk://; of secrets none travel",
     )

@@ -46,7 +46,7 @@ router = APIRouter(tags=["prefixes"])
 _Hash = Annotated[Hex, Path(description="of its last block")]
 _Space = Annotated[Hex | None, Query(description="in this space alone; none: in all")]
 _Limit = Annotated[int, Query(ge=1, le=MOST_PAGE, description="how many at most")]
-_Wait = Annotated[float, Query(gt=0, le=600, description="seconds that it may take")]
+_Wait = Annotated[float, Query(gt=0, le=60, description="seconds that it may take")]
 
 
 class _Found(NamedTuple):
