@@ -1,4 +1,4 @@
-"""A headless Chromium that tests drive by the DevTools protocol, over two pipes: no port, and no package for it."""
+"""A headless Chromium that tests drive by the DevTools protocol, over two pipes: no port, no package."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class Page:
         return answer["result"].get("value")
 
     def until(self, expression: str, seconds: float = 20.0) -> Any:
-        """What the expression is as soon as it is true, or not empty. It may speak of elements that are to come."""
+        """What the expression is as soon as it is true, or not empty. Elements it names may be to come."""
         careful = (
             f"(() => {{ try {{ return {expression}; }} catch (error) {{"
             " if (error instanceof TypeError) return null; throw error; } })()"

@@ -1,11 +1,11 @@
-"""What a dashboard has to show: engines of several tenants on one sidecar, with prompts that part like trees."""
+"""What a dashboard has to show: engines of several tenants on one sidecar, prompts that part like trees."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 

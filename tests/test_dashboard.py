@@ -14,12 +14,20 @@ from kvpager.tests.admin_server import AdminServer
 from kvpager.tests.chromium import CHROMIUM, Chromium, Page
 from kvpager.tests.dashboard_scene import HOST_BYTES, Scene, scene_on
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt install chromium)")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)"
+)
 
 AXE = Path(__file__).with_name("data") / "axe-core" / "axe.min.js"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 DESKTOP = 1440, 900
 PHONE = 390, 844
 RULES = "wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"
+FOCUSED = """(() => {
+    const at = document.activeElement;
+    const ring = getComputedStyle(at.type === "radio" ? at.nextElementSibling : at).outlineStyle;
+    return `${at.id || at.name || at.className || at.ariaLabel}${ring === "none" ? " without a ring" : ""}`;
+})()"""
 UNITS = {unit: 1 << 10 * place for place, unit in enumerate(("B", "KiB", "MiB", "GiB"))}
 
 
@@ -114,6 +122,14 @@ def test_a_page_has_scripts_and_styles_of_its_own_files_alone(server: AdminServe
     assert not re.search(r"<script(?![^>]* src=)|<style|\sstyle=|\son\w+=|https?://", answer.text)
 
 
+def test_pictures_of_it_are_small_and_shown() -> None:
+    page = (DOCS / "rest.md").read_text()
+    pictures = {path.name: path.stat().st_size for path in (DOCS / "figures").glob("dashboard_*.png")}
+    assert set(re.findall(r"\(figures/(dashboard_.*?)\)", page)) == set(pictures)
+    assert len(pictures) == 3
+    assert all(size < 250_000 for size in pictures.values())
+
+
 def test_numbers_are_those_of_the_api(page: Page, server: AdminServer) -> None:
     status, host, cells = (server.get(f"/v1/{path}") for path in ("status", "tiers/host", "tiers/host/map"))
     rows = page.value(
@@ -199,6 +215,10 @@ def test_pinning_needs_a_token_and_says_so(page: Page, server: AdminServer) -> N
     page.click("#prefixes .pin")
     assert page.text("#token-why") == "Pinning needs a token of role operate."
     assert not [url for url in page.requests if url.endswith("/pin")]
+    page.value("sessionStorage.setItem('kvpager-token', 'of another time')")
+    opened(page, server)
+    page.until("document.querySelector('#token-open').innerText === 'Token…'")
+    assert page.text("#state") == "Serving"
 
 
 def test_prefixes_are_pinned_unpinned_and_evicted_with_a_token(page: Page, server: AdminServer) -> None:
@@ -253,17 +273,28 @@ def test_sessions_sleep_and_wake(page: Page, server: AdminServer) -> None:
     assert name in asleep
 
 
+def test_what_is_degraded_is_told_with_its_reason(page: Page, server: AdminServer) -> None:
+    server.operate("PATCH", "/v1/config", {"quotas": {"acme": 1 << 20, "globex": 1 << 20}})
+    page.until("document.querySelector('#state').innerText === 'Serving, degraded'")
+    reasons = [one["reason"] for one in server.get("/v1/status")["degraded"]]
+    assert len(reasons) == 2
+    for reason in reasons:
+        assert reason.partition(" has ")[0] in page.text("#degraded")
+    page.until("document.querySelector('#tenants').innerText.includes('1 MiB (')")
+    server.operate("PATCH", "/v1/config", {"quotas": {}})
+    page.until("document.querySelector('#state').innerText === 'Serving'")
+    assert page.value("document.querySelector('#degraded').hidden")
+    server.operate("POST", "/v1/drain", {"on": True, "deadline_seconds": 5})
+    page.until("document.querySelector('#state').innerText === 'Draining'")
+    server.operate("POST", "/v1/drain", {"on": False})
+    page.until("document.querySelector('#state').innerText === 'Serving'")
+
+
 def test_everything_is_reached_by_keyboard(page: Page) -> None:
     reached: list[str] = []
     for _ in range(40):
         page.press("Tab")
-        reached.append(
-            page.value(
-                "(() => { const at = document.activeElement; const ring = getComputedStyle(at.type === 'radio' ?"
-                " at.nextElementSibling : at); return `${at.id || at.name || at.className || at.ariaLabel}"
-                "${ring.outlineStyle === 'none' ? ' without a ring' : ''}`; })()"
-            )
-        )
+        reached.append(page.value(FOCUSED))
     for wanted in (
         "skip",
         "token-open",

@@ -111,12 +111,11 @@ function showState(status) {
   (text) => text.split(" ")[0], () => element("span"), say);
   document.title = status.degraded.length > 0 ? "kvpager, degraded" : "kvpager";
   const degraded = byId("degraded");
-  const parts = [...status.degraded];
-  if (status.draining) parts.push({ part: "draining", since: null, reason: "it takes no reservations and no loads" });
-  degraded.hidden = parts.length === 0;
-  keyed(degraded, parts, (part) => part.part, () => element("li", {}, element("strong"), element("span")), (item, part) => {
+  degraded.hidden = status.degraded.length === 0;
+  const line = () => element("li", {}, element("strong"), element("span"));
+  keyed(degraded, [...status.degraded.entries()], ([place]) => String(place), line, (item, [, part]) => {
     say(item.firstElementChild, part.part);
-    say(item.lastElementChild, ` ${part.reason}${part.since === null ? "" : `, since ${time(part.since)}`}`);
+    say(item.lastElementChild, ` ${part.reason}, since ${time(part.since)}`);
   });
   say(byId("age"), `as of ${time(heardAt - status.age_seconds)}`);
 }
@@ -144,15 +143,17 @@ function showFigures(status, host, hostMap) {
 }
 
 function showAway(refusal) {
-  const now = Date.now() / 1000;
-  traffic.miss(now);
+  traffic.miss(Date.now() / 1000);
   const state = byId("state");
+  state.dataset.state = "away";
   if (refusal.wantsToken) {
-    state.dataset.state = "away";
     say(state, "A token is needed");
+    // One that is not known any more is of no use: looking may need none.
+    const known = !api.hasToken;
+    api.forgetToken();
     // Asked for once: who closes the dialog has the button.
-    if (heardAt === null && polls === 0) operating.ask("Looking from another machine needs a token.");
-    polls += 1;
+    if (known && polls === 0) operating.ask("Looking from another machine needs a token.");
+    polls += known ? 1 : 0;
     return;
   }
   if (refusal.status === null && heardAt !== null && !lost) {
@@ -160,13 +161,13 @@ function showAway(refusal) {
     events.note("disconnected", refusal.message);
   }
   document.body.classList.add("stale");
-  state.dataset.state = "away";
-  say(state, "Away");
+  say(state, refusal.isAway ? "Away" : "No answer");
   document.title = "kvpager, away";
   byId("degraded").hidden = true;
   const away = byId("away");
+  const why = refusal.isAway ? `The sidecar is away: ${refusal.message}.` : `The API does not answer: ${refusal.message}.`;
   const shown = heardAt === null ? "" : ` What is shown is of ${time(heardAt)}.`;
-  say(away, `The sidecar is away: ${refusal.message}.${shown} It is asked again every ${POLL_MILLISECONDS / 1000} seconds.`);
+  say(away, `${why}${shown} It is asked again every ${POLL_MILLISECONDS / 1000} seconds.`);
   away.hidden = false;
   polls = 0;
 }

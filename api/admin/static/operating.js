@@ -31,6 +31,11 @@ export class Operating {
     });
   }
 
+  /** Show what is so now: something else is to be shown, or was done. */
+  refresh() {
+    this.#refresh();
+  }
+
   /** What who looks may do, as the status says. */
   set role(role) {
     this.#role = role;

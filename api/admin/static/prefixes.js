@@ -26,12 +26,12 @@ export class Prefixes {
     for (const id of ["prefix-order", "prefix-tenant"]) {
       byId(id).addEventListener("change", () => {
         this.#limit = FIRST_PAGE;
-        this.poll();
+        operate.refresh();
       });
     }
     byId("prefixes-more").addEventListener("click", () => {
       this.#limit = Math.min(MOST, this.#limit * 2);
-      this.poll();
+      operate.refresh();
     });
   }
 

@@ -18,11 +18,11 @@ export class Sessions {
     this.#operate = operate;
     byId("session-state").addEventListener("change", () => {
       this.#limit = FIRST_PAGE;
-      this.poll();
+      operate.refresh();
     });
     byId("sessions-more").addEventListener("click", () => {
       this.#limit = Math.min(MOST, this.#limit * 2);
-      this.poll();
+      operate.refresh();
     });
   }
 
