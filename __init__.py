@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .kvstore.hashing import ChainIdentity as ChainIdentity
     from .kvstore.hashing import hash_blocks as hash_blocks
     from .kvstore.host import HostStore as HostStore
+    from .kvstore.lineage import ChainPlace as ChainPlace
+    from .kvstore.lineage import Lineage as Lineage
     from .kvstore.store import TieredStore as TieredStore
     from .tiers.cold_url import open_cold_tier as open_cold_tier
     from .tiers.errors import KVPagerError as KVPagerError
@@ -24,9 +26,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ChainIdentity": ".kvstore.hashing",
+    "ChainPlace": ".kvstore.lineage",
     "HostStore": ".kvstore.host",
     "KVLayout": ".tiers.layout",
     "KVPagerError": ".tiers.errors",
+    "Lineage": ".kvstore.lineage",
     "TieredStore": ".kvstore.store",
     "connect": ".api.client",
     "connect_async": ".api.client_async",

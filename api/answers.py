@@ -18,7 +18,7 @@ import numpy.typing as npt
 from .. import __version__
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
 from ..kvstore.hashing import space_id
-from ..kvstore.lineage import ChainPlace, Lineage, expect_lineage
+from ..kvstore.lineage import ChainPlace, Lineage, expect_lineage, expect_place
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
 from ..kvstore.tenants import check_tenant
@@ -540,7 +540,9 @@ def _nothing_reserved() -> tuple[npt.NDArray[np.int64], Ids, Generations]:
 
 def _start(asked: Match | Load) -> ChainPlace | None:
     """Where in their chain the hashes begin; None where the client does not say."""
-    return ChainPlace(asked.before, asked.depth) if asked.depth else None
+    if not asked.depth:
+        return None
+    return expect_place(ChainPlace(asked.before, asked.depth), len(asked.hashes))
 
 
 def _lineage(asked: Reserve | Put) -> Lineage | None:

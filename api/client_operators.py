@@ -38,7 +38,7 @@ __all__ = ["AsyncOperatorCalls", "status_ask"]
 _T = TypeVar("_T")
 
 _OPENING_SECONDS: Final = 30.0
-_CLOSING_SECONDS: Final = 30.0
+_CLOSING_SECONDS: Final = 60.0
 """For calls of the tier that are under way."""
 
 
@@ -57,19 +57,22 @@ class AsyncOperatorCalls(ABC):
         self,
         *,
         tenant: str | None = None,
-        spaces: Sequence[bytes] = (),
-        hashes: Sequence[bytes] = (),
+        spaces: Sequence[bytes] | None = None,
+        hashes: Sequence[bytes] | None = None,
         older_than: float | None = None,
         tier: str = "host",
         most_bytes: int | None = None,
         dry_run: bool = False,
         deadline: float = 30.0,
     ) -> EvictReport:
-        """See `HostStore.evict_where`; no `spaces` or `hashes`, or the empty tenant, restrict nothing."""
+        """See `HostStore.evict_where`; but the empty tenant restricts nothing."""
+        for some in (spaces, hashes):
+            if some is not None and not len(some):
+                return EvictReport(0, 0, 0)  # none are named: on the wire that would be all
         asked = EvictWhere(
             "" if tenant is None else check_tenant("tenant", tenant),
-            tuple(expect_byte_strings("spaces", spaces, HASH_BYTES)),
-            tuple(expect_byte_strings("hashes", hashes, HASH_BYTES)),
+            () if spaces is None else tuple(expect_byte_strings("spaces", spaces, HASH_BYTES)),
+            () if hashes is None else tuple(expect_byte_strings("hashes", hashes, HASH_BYTES)),
             0.0 if older_than is None else expect_seconds("older_than", older_than, MOST_AGE, above=True),
             expect_choice("tier", tier, ("host", "cold")),
             0 if most_bytes is None else expect_integer("most_bytes", most_bytes, 1, MOST_BYTES),

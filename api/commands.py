@@ -5,6 +5,7 @@ Used on the sidecar's loop, but for the futures of commands, which threads wait 
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -23,6 +24,8 @@ __all__ = ["Engine", "Engines"]
 _MOST_GIVEN: Final = 64
 """Commands that one engine has not answered."""
 _MOST_REASON: Final = 1024
+_ID_BITS: Final = 48
+"""Of the first client's id: ids stay below 2^53, which every JSON reader takes as they are."""
 
 
 class Engine(Protocol):
@@ -76,7 +79,8 @@ class Engines:
 
     def __init__(self) -> None:
         self._known: dict[Engine, _Known] = {}
-        self._ids = count(1)
+        # From a number that nobody guesses, so that an id of an earlier sidecar is nobody's here.
+        self._ids = count(secrets.randbits(_ID_BITS))
         self._numbers = count(1)
 
     def come(self, engine: Engine, name: Callable[[], str], about: Callable[[], dict[str, Any]]) -> None:

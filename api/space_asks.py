@@ -108,7 +108,7 @@ class SpaceAsks:
         """Lease the leading blocks that are resident."""
         seconds = 0.0 if cold_deadline is None else expect_seconds("cold_deadline", cold_deadline)
         names = tuple(hashes)
-        place = _place(start)
+        place = _place(start, len(names))
         return Ask(
             self._space,
             lambda number: Match(number, names, seconds, *place),
@@ -123,7 +123,7 @@ class SpaceAsks:
         """Bring blocks up from the cold tier, and lease the leading ones that are there."""
         names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
         seconds = expect_seconds("deadline", deadline)
-        place = _place(start)
+        place = _place(start, len(names))
         return Ask(
             self._space,
             lambda number: Load(number, names, seconds, *place),
@@ -311,9 +311,9 @@ class SpaceAsks:
             raise ProtocolError("the sidecar names slots that the space does not have")
 
 
-def _place(start: ChainPlace | None) -> tuple[bytes, int]:
-    """How it travels where a chain's blocks begin."""
-    known = expect_place(start)
+def _place(start: ChainPlace | None, count: int) -> tuple[bytes, int]:
+    """How it travels where in a chain so many blocks begin."""
+    known = expect_place(start, count)
     return (NO_PARENT, 0) if known is None else (known.before, known.depth)
 
 

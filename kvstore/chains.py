@@ -110,15 +110,16 @@ class RowChains:
         messages: list[bytes] | None = None
         for at, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
             hashes = self._hashes[row]
+            parent = hashes[column - 1] if column else NO_PARENT
             if column >= len(hashes):
                 if messages is None:
                     messages = pack_blocks(self._tails[rows])
                 message = messages[at]
                 if self._extra_keys[row]:
                     message += pack_keys(self._extra_keys[row].get(column, ()))
-                hashes.append(link(hashes[-1] if hashes else self._roots[row], message))
+                hashes.append(link(parent if column else self._roots[row], message))
             names.append(hashes[column])
-            parents.append(hashes[column - 1] if column else NO_PARENT)
+            parents.append(parent)
         return names, Lineage.unchecked(parents, (columns + 1).astype(np.int32))
 
     def partial_name(self, row: int, length: int) -> bytes | None:

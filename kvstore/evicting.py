@@ -28,7 +28,7 @@ __all__ = ["MOST_AGE", "EvictReport", "SpaceEvictions", "evict_from_cold", "evic
 
 MOST_AGE: Final = 1e10
 """Seconds, three centuries: the most that may be said of how long a block was not used."""
-_SLICE: Final = 2048
+_SLICE: Final = 1024
 """Blocks that are looked up, or go, before others have the lock."""
 
 

@@ -23,16 +23,16 @@ __all__ = [
     "Ancestors",
     "ChainPlace",
     "Lineage",
-    "Words",
+    "ShortHashes",
     "expect_lineage",
     "expect_place",
-    "first_words",
-    "word_column",
+    "short_hashes",
+    "shortened",
 ]
 
 NO_PARENT: Final = bytes(HASH_BYTES)
 """Stands for the parent of a chain's first block, and for one that is not known."""
-Words: TypeAlias = npt.NDArray[np.uint64]
+ShortHashes: TypeAlias = npt.NDArray[np.uint64]
 """uint64 [n]: the first 8 bytes, little-endian, of each of n hashes; 0: none, or not known."""
 _INT32: Final = np.dtype(np.int32)
 _DEEPEST: Final = np.iinfo(np.int32).max
@@ -120,9 +120,7 @@ class Lineage:
         Raises:
             ConfigError: the chain would be deeper than 2^31 - 1 blocks.
         """
-        count = len(hashes)
-        if start.depth + count > _DEEPEST:
-            raise ConfigError("depth", f"must leave room for {count} blocks, got {start.depth}")
+        expect_place(start, count := len(hashes))
         parents = (start.before, *hashes[:-1]) if count else ()
         return cls.unchecked(parents, np.arange(start.depth, start.depth + count, dtype=np.int32))
 
@@ -136,12 +134,12 @@ class Lineage:
         return len(self.depths)
 
     @property
-    def parent_words(self) -> Words:
+    def short_parents(self) -> ShortHashes:
         """The parents as the records of slots have them, uint64 [n]."""
-        return first_words(self.parents)
+        return shortened(self.parents)
 
     def take(self, positions: npt.NDArray[np.int64]) -> Lineage:
-        """That of the blocks at these positions, int64 [m]."""
+        """That of the blocks at these positions, int64 [m], ascending and none twice."""
         if len(positions) == len(self):
             return self
         return Lineage.unchecked([self.parents[at] for at in positions.tolist()], self.depths[positions])
@@ -161,21 +159,30 @@ def expect_lineage(lineage: object, count: int) -> Lineage | None:
     return known
 
 
-def expect_place(start: object) -> ChainPlace | None:
-    """The place in a chain, if it is one or None. Raises `ConfigError` where it is not."""
-    return None if start is None else expect_type("start", start, ChainPlace, "a ChainPlace or None")
+def expect_place(start: object, count: int) -> ChainPlace | None:
+    """The place in a chain of so many blocks, if it is one or None.
+
+    Raises:
+        ConfigError: it is neither, or the chain would be deeper than 2^31 - 1 blocks.
+    """
+    if start is None:
+        return None
+    place = expect_type("start", start, ChainPlace, "a ChainPlace or None")
+    if place.depth > _DEEPEST - count:
+        raise ConfigError("depth", f"must leave room for {count} blocks, got {place.depth}")
+    return place
 
 
-def first_words(hashes: Sequence[bytes]) -> Words:
-    """The first 8 bytes of each hash as a little-endian number, uint64 [n]."""
-    words: Words = np.frombuffer(b"".join(hashes), dtype="<u8")[::2].astype(np.uint64)
-    return words
+def shortened(hashes: Sequence[bytes]) -> ShortHashes:
+    """The first 8 bytes of each hash, uint64 [n]."""
+    short: ShortHashes = np.frombuffer(b"".join(hashes), dtype="<u8")[::2].astype(np.uint64)
+    return short
 
 
-def word_column(hashes: npt.NDArray[np.void]) -> Words:
-    """The same of an array of hashes, V16 [n]."""
-    words: Words = np.ascontiguousarray(hashes).view("<u8")[::2].astype(np.uint64)
-    return words
+def short_hashes(hashes: npt.NDArray[np.void]) -> ShortHashes:
+    """The first 8 bytes of each hash of an array, V16 [n] to uint64 [n]."""
+    short: ShortHashes = np.ascontiguousarray(hashes).view("<u8")[::2].astype(np.uint64)
+    return short
 
 
 class Ancestors:
@@ -183,11 +190,13 @@ class Ancestors:
 
     Args:
         hashes: V16 [n], the blocks' own.
-        parents: uint64 [n], the first words of their parents'.
+        parents: uint64 [n], the first 8 bytes of their parents'.
         depths: int32 [n], their places in their chains; 0: not known.
     """
 
-    def __init__(self, hashes: npt.NDArray[np.void], parents: Words, depths: npt.NDArray[np.int32]) -> None:
+    def __init__(
+        self, hashes: npt.NDArray[np.void], parents: ShortHashes, depths: npt.NDArray[np.int32]
+    ) -> None:
         self._hashes = hashes
         self._parents = parents
         self._depths = depths
@@ -196,11 +205,11 @@ class Ancestors:
 
     def parent(self, at: int) -> int | None:
         """The position of the block before the one at `at`; None where it is not there or not known."""
-        word, depth = self._parents[at], int(self._depths[at])
-        if not word:
+        short, depth = self._parents[at], int(self._depths[at])
+        if not short:
             return None
-        order = self._by_word()
-        first, end = np.searchsorted(self._sorted, word), np.searchsorted(self._sorted, word, "right")
+        order = self._by_hash()
+        first, end = np.searchsorted(self._sorted, short), np.searchsorted(self._sorted, short, "right")
         for found in order[first:end].tolist():
             # Others' hashes may begin alike.
             if not depth or int(self._depths[found]) in (0, depth - 1):
@@ -217,10 +226,10 @@ class Ancestors:
         names: list[bytes] = self._hashes[chain[::-1]].tolist()
         return names
 
-    def _by_word(self) -> npt.NDArray[np.intp]:
-        """The positions in the order of their hashes' first words, which are sorted when they are needed."""
+    def _by_hash(self) -> npt.NDArray[np.intp]:
+        """The positions in the order of their short hashes, which are sorted when they are needed."""
         if self._order is None:
-            words = word_column(self._hashes)
-            self._order = np.argsort(words, kind="stable")
-            self._sorted = words[self._order]
+            short = short_hashes(self._hashes)
+            self._order = np.argsort(short, kind="stable")
+            self._sorted = short[self._order]
         return self._order

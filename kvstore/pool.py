@@ -186,20 +186,19 @@ class BlockPool:
         return holders
 
     def _set_names(self, ids: Ids, names: Sequence[bytes], lineage: Lineage) -> None:
-        # numpy would make fixed-width strings of a list, and lose a hash's last byte where that is zero.
-        columns = np.empty((2, len(ids)), dtype=object)
-        columns[0] = names
-        columns[1] = lineage.parents
-        self._hashes[ids] = columns[0]
-        self._parents[ids] = columns[1]
-        self.depths[ids] = lineage.depths
-        self._named[ids] = True
+        at = ids.astype(np.intp)  # indices of any other type are made so each time
+        # Without a type numpy makes fixed-width strings of them, and loses a hash's last byte that is zero.
+        self._hashes[at] = np.array(names, dtype=object)
+        self._parents[at] = np.array(lineage.parents, dtype=object)
+        self.depths[at] = lineage.depths
+        self._named[at] = True
 
     def _set_unnamed(self, ids: Ids) -> None:
-        self._hashes[ids] = None
-        self._parents[ids] = None
-        self.depths[ids] = 0
-        self._named[ids] = False
+        at = ids.astype(np.intp)
+        self._hashes[at] = None
+        self._parents[at] = None
+        self.depths[at] = 0
+        self._named[at] = False
 
     def withdraw(self, block: int) -> None:
         """A held block can no longer be found, nor do its copies below hold: it is about to change."""

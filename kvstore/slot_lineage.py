@@ -7,18 +7,19 @@ and no block is found, granted or let go of by it. Read only where a slot is res
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
-from .lineage import ChainPlace, Lineage, Words, word_column
-from .policy import Ids
+from .lineage import ChainPlace, Lineage, ShortHashes
 from .slot_arrays import SlotArrays
 
 __all__ = ["SlotLineage"]
 
-_Places = npt.NDArray[np.intp]
+_Places: TypeAlias = npt.NDArray[np.integer[Any]]
+"""Slots, int [n] of any kind; of intp where it is a hot path."""
 
 
 class SlotLineage:
@@ -29,7 +30,6 @@ class SlotLineage:
     """
 
     def __init__(self, arrays: SlotArrays) -> None:
-        self._hashes = arrays.hashes
         self._parents = arrays.parents
         self._depths = arrays.depths
         self._hits = arrays.hits
@@ -37,17 +37,17 @@ class SlotLineage:
     def grant(self, slots: _Places, lineage: Lineage | None) -> None:
         """Slots are granted for blocks of this lineage; what was known of earlier ones is forgotten."""
         self._hits[slots] = 0
-        self._parents[slots] = 0 if lineage is None else lineage.parent_words
+        self._parents[slots] = 0 if lineage is None else lineage.short_parents
         self._depths[slots] = 0 if lineage is None else lineage.depths
 
     def learn(self, slots: _Places, lineage: Lineage) -> None:
         """Blocks are of this lineage, as far as no other is known of them."""
         known, told = self._depths[slots], lineage.depths
-        words = lineage.parent_words
+        parents = lineage.short_parents
         new = (known == 0) | ((known == told) & (self._parents[slots] == 0))
-        new &= (told > 0) | (words > 0)
+        new &= (told > 0) | (parents > 0)
         slots = slots[new]
-        self._parents[slots] = words[new]
+        self._parents[slots] = parents[new]
         self._depths[slots] = told[new]
 
     def found(self, slots: _Places, hashes: Sequence[bytes], start: ChainPlace | None) -> None:
@@ -64,44 +64,35 @@ class SlotLineage:
             if ((depths == 0) | (depths == lineage.depths)).all():
                 self.learn(slots, lineage)
 
-    def of(self, slots: Ids) -> tuple[Words, npt.NDArray[np.int32]]:
+    def of(self, slots: _Places) -> tuple[ShortHashes, npt.NDArray[np.int32]]:
         """What is known of slots: uint64 [n] of their parents' hashes, int32 [n] depths."""
         return self._parents[slots], self._depths[slots]
 
-    def hits(self, slots: Ids) -> npt.NDArray[np.uint32]:
+    def hits(self, slots: _Places) -> npt.NDArray[np.uint32]:
         """How often matches found what slots hold, uint32 [n]; counted modulo 2^32."""
         hits: npt.NDArray[np.uint32] = self._hits[slots]
         return hits
 
-    def adopt(self) -> None:
-        """What another process left cannot be wrong but in being no lineage at all."""
-        wrong = (self._depths < 0) | ((self._depths == 1) & (self._parents > 0))
-        self._depths[wrong] = 0
+    def adopt(self, slots: _Places) -> None:
+        """Forget what another process left of these slots where it can be no lineage."""
+        wrong = slots[_impossible(*self.of(slots))]
         self._parents[wrong] = 0
+        self._depths[wrong] = 0
 
-    def check_integrity(self, slots: Ids) -> None:
-        """Prove that blocks which precede each other by their hashes do so by their depths.
+    def check_integrity(self) -> None:
+        """Prove that what is known of each slot can be a lineage.
 
-        Args:
-            slots: the committed ones.
+        Not that blocks agree with each other: who matches what is no chain teaches what is not so.
 
         Raises:
-            IntegrityError: naming the first block that does not.
+            IntegrityError: it cannot.
         """
-        parents, depths = self.of(slots)
-        if (depths < 0).any() or (parents[depths == 1] > 0).any():
+        if _impossible(self._parents, self._depths).any():
             raise IntegrityError(
-                "a host block has a depth below 0, or a parent and is the first of its chain"
+                "a host block has a depth below 0, or is the first of its chain and has a parent"
             )
-        # Of blocks whose hashes begin alike it is not known which one is meant.
-        words, first, times = np.unique(
-            word_column(self._hashes[slots]), return_index=True, return_counts=True
-        )
-        words, first = words[times == 1], first[times == 1]
-        children = np.flatnonzero((depths > 0) & (parents > 0) & np.isin(parents, words))
-        of_parents = depths[first[np.searchsorted(words, parents[children])]]
-        wrong = children[(of_parents > 0) & (of_parents + 1 != depths[children])]
-        if len(wrong):
-            raise IntegrityError(
-                f"host slot {slots[wrong[0]]} is not one deeper in its chain than its parent"
-            )
+
+
+def _impossible(parents: ShortHashes, depths: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    wrong: npt.NDArray[np.bool_] = (depths < 0) | ((depths == 1) & (parents > 0))
+    return wrong

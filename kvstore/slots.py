@@ -685,6 +685,7 @@ class SlotRecords:
                 raise IntegrityError("two slots hold the same block")
         if (self._pins[committed] < 0).any():
             raise IntegrityError("the pins of a block are damaged")
+        self.lineage.adopt(slots)
         self._pins[slots[state != _COMMITTED]] = 0
         self.leases[committed] = self._pins[committed]
         if not same_cold or (self.in_cold.view(np.uint8) > 1).any():
@@ -693,7 +694,6 @@ class SlotRecords:
         # Of what was used together later blocks go sooner, and these mostly lie in higher slots.
         idle = committed[self.leases[committed] == 0][::-1]
         self._policy.insert(idle[np.argsort(self._used_at[idle], kind="stable")])
-        self.lineage.adopt()
         return Adopted(
             len(committed),
             len(reserved),
@@ -787,7 +787,7 @@ class SlotRecords:
             for name, slot in book.items():
                 if self._hashes[slot].tolist() != name:
                     raise IntegrityError(f"host slot {slot} has another hash than the index says")
-        self.lineage.check_integrity(committed.astype(np.int32))
+        self.lineage.check_integrity()
         if self._num_cleaning != np.count_nonzero(self._cleaning):
             raise IntegrityError(f"{self._num_cleaning} host blocks are counted as being copied below")
         if (self.leases < 0).any() or (self._pins + self._timed > self.leases).any():

@@ -43,8 +43,8 @@ from .lineage import (
     Lineage,
     expect_lineage,
     expect_place,
-    first_words,
-    word_column,
+    short_hashes,
+    shortened,
 )
 from .loading import ColdLoad
 from .policy import Ids, make_policy
@@ -183,7 +183,7 @@ class HostSpace(SlotSpace):
             hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         if cold_deadline is not None:
             cold_deadline = expect_seconds("cold_deadline", cold_deadline)
-        return self.match_named(hashes, cold_deadline, expect_place(start))
+        return self.match_named(hashes, cold_deadline, expect_place(start, len(hashes)))
 
     def match_named(
         self,
@@ -256,21 +256,24 @@ class HostSpace(SlotSpace):
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         records = self._records
+        names = dict(zip(shortened(hashes).tolist(), hashes, strict=True))
+        resident = None
         with self._shared.lock():
             self._shared.check_open()
             there, slots = self._resident_of(hashes)
-            words, depths = records.lineage.of(slots)
-            resident = records.hashes_of(records.committed_slots)
-        names = dict(zip(first_words(hashes).tolist(), hashes, strict=True))
-        resident = resident[np.isin(word_column(resident), words)]
-        names |= zip(word_column(resident).tolist(), resident.tolist(), strict=True)
+            short, known = records.lineage.of(slots)
+            if not names.keys() >= set(short.tolist()) - {0}:
+                resident = records.hashes_of(records.committed_slots)
+        if resident is not None:
+            resident = resident[np.isin(short_hashes(resident), short)]
+            names |= zip(short_hashes(resident).tolist(), resident.tolist(), strict=True)
         names[0] = NO_PARENT
         parents = [NO_PARENT] * len(hashes)
-        of_all = np.zeros(len(hashes), dtype=np.int32)
-        of_all[there] = depths
-        for at, word in zip(there.tolist(), words.tolist(), strict=True):
-            parents[at] = names.get(word, NO_PARENT)
-        return Lineage(parents, of_all)
+        for at, parent in zip(there.tolist(), short.tolist(), strict=True):
+            parents[at] = names.get(parent, NO_PARENT)
+        depths = np.zeros(len(hashes), dtype=np.int32)
+        depths[there] = known
+        return Lineage(parents, depths)
 
     def chain_of(self, name: bytes) -> list[bytes]:
         """The blocks from the first of a chain to the one of this hash, as far back as they are resident.
@@ -635,7 +638,8 @@ class HostSpace(SlotSpace):
             start: where in their chain the hashes begin, as of `match`.
         """
         shared = self._shared
-        load = ColdLoad(self, expect_byte_strings("hashes", hashes, HASH_BYTES), expect_place(start))
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        load = ColdLoad(self, hashes, expect_place(start, len(hashes)))
         with shared.lock():
             shared.check_open()
             if load.missing and shared.cold.tier is not None:

@@ -371,12 +371,14 @@ def test_calls_that_nothing_can_stand_for_raise_without_a_sidecar_on_every_conne
         assert found(space, 0, 1) == put(space, 0, 1) == space.pin(names(0, 1)) == 0
         calls: list[Callable[[], object]] = [
             client.stats,
+            client.status,
             client.flush,
             client.clients,
             lambda: client.command("sleep", "anna"),
             lambda: client.purge_tenant("acme"),
             lambda: client.wait_ready(0.1),
             lambda: space.purge(names(0, 1)),
+            lambda: space.demote(names(0, 1)),
             lambda: space.purge_session("anna", root=bytes(16)),
         ]
         for call in calls:

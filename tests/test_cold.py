@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvpager.tests.redis_servers import RedisServer, make_tls_files, three_maste
 from kvpager.tiers.cold import ColdStatus, ColdTier
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.cold_redis import RedisColdTier
-from kvpager.tiers.cold_url import open_cold_tier
+from kvpager.tiers.cold_url import open_cold_tier, public_url
 from kvpager.tiers.errors import CapacityError, ClosedError, ConfigError
 
 Blocks = npt.NDArray[np.uint8]
@@ -187,6 +188,13 @@ def test_a_deadline_that_has_passed_touches_nothing(tier: ColdTier) -> None:
     assert tier.stats.late == 10
 
 
+def test_a_tier_that_is_there_answers_and_nothing_is_counted(tier: ColdTier) -> None:
+    before = replace(tier.stats)
+    assert tier.ping() is ColdStatus.OK
+    assert tier.ping(0.0) is not ColdStatus.OK
+    assert tier.stats == before
+
+
 def test_empty_batches_are_fine(tier: ColdTier) -> None:
     assert tier.put(SPACE, [], []).shape == (0,)
     assert tier.get(SPACE, [], []).shape == (0,)
@@ -307,3 +315,26 @@ def test_a_folder_may_be_a_path_and_never_the_root(tmp_path: Path) -> None:
             open_cold_tier(nothing, capacity_bytes=1 << 20)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="root of the file system"):
         open_cold_tier("disk:///", capacity_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("redis://host:6379/3", "redis://host:6379/3"),
+        ("redis://reader:hunter2@host/3", "redis://reader@host/3"),
+        ("redis://:hunter2@host", "redis://host"),
+        ("redis://host/0?password=hunter2&client_name=kv", "redis://host/0?client_name=kv"),
+        (
+            "rediss://a:hunter2@host?ssl_password=hunter2&ssl_ca_certs=/etc/ca",
+            "rediss://a@host?ssl_ca_certs=%2Fetc%2Fca",
+        ),
+        ("unix://reader:hunter2@/run/redis.sock?db=2", "unix://reader@/run/redis.sock?db=2"),
+        ("redis+cluster://u:p@hunter2@[::1]:7000", "redis+cluster://u@[::1]:7000"),
+        ("redis://[hunter2", "redis://"),
+        ("disk:///var/a@b?c", "disk:///var/a@b?c"),
+        ("/var/a@b", "/var/a@b"),
+    ],
+)
+def test_what_is_told_of_a_url_has_no_password_in_it(url: str, told: str) -> None:
+    assert public_url(url) == told
+    assert "hunter2" not in told

@@ -294,6 +294,27 @@ def test_calls_under_way_end_before_a_tier_is_closed(tmp_path: Path) -> None:
             cold.get_note(b"x")
 
 
+def test_a_redis_that_stalls_is_replaced_by_a_disk_while_clients_work_on(tmp_path: Path) -> None:
+    with (
+        RedisServer(tmp_path) as server,
+        ServeProcess(tmp_path / "socket", f"--cold={server.url}", "--drain=0", host_bytes=1 << 20) as serve,
+        working(serve.path) as work,
+        RawClient(serve.path) as operator,
+    ):
+        await_true(lambda: written(operator) > 20)
+        server.stall()
+        await_true(lambda: status(operator)["cold"]["state"] == "stalled")
+        work.goes_on()
+        began = time.monotonic()
+        operator.call(DetachCold(0.0), Count)
+        assert time.monotonic() - began < 20
+        attach(operator, f"disk://{tmp_path}/cold", 64 << 20)
+        await_true(lambda: written(operator) > 20)
+        assert status(operator)["cold"]["state"] == "ready"
+        work.goes_on()
+        server.resume()
+
+
 class Turning(policies.LRUPolicy):
     """Another policy in name, so that it can be switched to."""
 

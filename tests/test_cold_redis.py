@@ -97,6 +97,17 @@ def test_a_stalled_server_costs_the_deadline_once_and_then_microseconds(
     assert np.array_equal(into, before), "written into after the call had returned"
 
 
+def test_whether_a_server_is_there_is_told_in_time(server: RedisServer) -> None:
+    with contextlib.closing(RedisColdTier(server.url, deadline=5.0, connect_timeout=0.5)) as tier:
+        assert tier.ping() is ColdStatus.OK
+        server.stall()
+        began = time.monotonic()
+        assert tier.ping(0.3) is ColdStatus.LATE
+        assert time.monotonic() - began < 0.3 + NOISE
+        server.kill()
+        assert tier.ping(0.3) is ColdStatus.UNAVAILABLE
+
+
 def test_a_server_that_stalls_within_a_value_does_not_write_late(
     server: RedisServer, tier: RedisColdTier
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +34,22 @@ def operator(serving: ServeProcess) -> Iterator[Connection]:
         yield connection
 
 
+@contextmanager
+def attached(serving: ServeProcess, llama: Case) -> Iterator[Connection]:
+    """A connection for an engine where the model is."""
+    with kvpager.connect(serving.path, name="engine", timeout=20.0) as client:
+        if llama.device != "cpu":
+            client.map_device(llama.device)
+        yield client
+
+
 @pytest.fixture
 def llm(serving: ServeProcess, llama: Case) -> Iterator[LLM]:
     from kvpager.engine.llm import LLM
 
-    if llama.device != "cpu":
-        pytest.skip("no GPU has a sidecar's memory mapped yet")
     with (
-        kvpager.connect(serving.path, name="engine", timeout=20.0) as client,
-        LLM(llama.loaded, device="cpu", block_size=8, device_blocks=160, host=client) as engine,
+        attached(serving, llama) as client,
+        LLM(llama.loaded, device=llama.device, block_size=8, device_blocks=160, host=client) as engine,
     ):
         yield engine
         if not engine.closed:
@@ -173,12 +180,10 @@ def test_an_engine_whose_connection_was_closed_says_that_it_was_the_connection(
     from kvpager.engine.llm import LLM
     from kvpager.tests.engine_cases import GREEDY
 
-    if llama.device != "cpu":
-        pytest.skip("no GPU has a sidecar's memory mapped yet")
     with (
-        kvpager.connect(serving.path, name="engine", timeout=20.0) as client,
+        attached(serving, llama) as client,
         suppress(ClosedError),  # of the engine's own end
-        LLM(llama.loaded, device="cpu", block_size=8, device_blocks=160, host=client) as llm,
+        LLM(llama.loaded, device=llama.device, block_size=8, device_blocks=160, host=client) as llm,
     ):
         client.close()
         with pytest.raises(ClosedError, match="the connection to the sidecar was closed"):

@@ -14,6 +14,7 @@ import kvpager
 import pytest
 from kvpager.api import doctor, serve
 from kvpager.api.client import connect
+from kvpager.api.client_async import AsyncConnection
 from kvpager.engine import LLM, Completion, SamplingParams
 from kvpager.engine.sequence import FinishReason
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
@@ -70,9 +71,12 @@ def test_the_sizes_of_blocks_that_a_pool_takes_are_those_of_its_extents() -> Non
     [
         (LLM, ("generate", "stream", "submit", "step", "completion", "abort", "fork", "encode_chat")),
         (LLM, ("save_sessions", "session_tokens", "end_session", "reset_cache", "close")),
-        (HostStore, ("space", "match", "flush", "subscribe", "close", "check_integrity")),
+        (HostStore, ("space", "match", "flush", "subscribe", "close", "check_integrity", "status")),
+        (HostStore, ("configure", "evict_where", "attach_cold", "detach_cold", "find_space")),
+        (AsyncConnection, ("find_space", "disconnect", "drain", "attach_cold", "detach_cold", "status")),
         (HostSpace, ("load", "start_load", "put", "get", "reserve", "addresses", "view")),
-        (HostSpace, ("pin", "unpin", "evict", "hint", "purge")),
+        (HostSpace, ("pin", "unpin", "evict", "demote", "hint", "purge")),
+        (HostSpace, ("lineage", "chain_of", "hits")),
         (TieredStore, ("open", "reserve", "advance", "append", "close_row", "poll", "fork", "sleep", "wake")),
         (TieredStore, ("promote", "spill", "evict", "sharing", "flush", "close", "check_integrity")),
     ],

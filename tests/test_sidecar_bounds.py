@@ -260,6 +260,7 @@ def test_who_does_not_take_events_is_told_how_many_were_lost(running: Running, c
         encode(Request(1, hello())),
         encode(Request(1, GetStats()))[:-1] + b"\x91",
     ],
+    ids=["long", "no msgpack", "empty", "reply", "failure", "notice", "no request", "hello again", "short"],
 )
 def test_what_is_no_request_ends_that_connection_with_a_reason(
     running: Running, client: RawClient, data: bytes

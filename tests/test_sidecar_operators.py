@@ -536,6 +536,9 @@ def test_the_asyncio_client_has_blocks_go(over_disk: tuple[Running, TroubledDisk
             assert await found.demote(names(4, 2)) == 2
             assert await operator.evict_where(tenant="anna", most_bytes=4096) == EvictReport(1, 4096, 1)
             assert await operator.evict_where(spaces=[space.id], dry_run=True) == EvictReport(3, 12288, 3)
+            # Who names none means none, and not all.
+            assert await operator.evict_where(hashes=[]) == EvictReport(0, 0, 0)
+            assert await operator.evict_where(spaces=[]) == EvictReport(0, 0, 0)
             with pytest.raises(ConfigError, match="space_id: "):
                 await operator.find_space(bytes(16))
             (one,) = [one for one in (await operator.clients()).values() if "engine" in one["name"]]

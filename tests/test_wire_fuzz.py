@@ -53,7 +53,7 @@ from kvpager.api.messages import (
     Subscribe,
     Unpin,
 )
-from kvpager.api.operator_messages import Disconnect, Drain, EvictWhere
+from kvpager.api.operator_messages import Drain, EvictWhere
 from kvpager.api.remote_access import RemoteAccess
 from kvpager.api.wire import Failure, Notice, Reply, Request, encode
 from kvpager.kvstore.handles import Generations
@@ -290,8 +290,6 @@ def test_a_first_frame_that_is_wrong_is_told_so(
 # Requests of any kind
 
 
-_NO_BYSTANDER = 100
-"""The bystanders are clients of lower ids."""
 LIKELY: dict[Any, st.SearchStrategy[Any]] = {
     **VALUES,
     int: st.integers(-1, 40) | VALUES[int],
@@ -318,11 +316,9 @@ def likely(kind: type[Message], seen: dict[str, Generations]) -> st.SearchStrate
             lambda at: seen["generations"][np.array(at, np.int64)]
         ),
     }
-    # Not the bystanders', whose blocks or connections would go.
+    # Not the bystanders', whose blocks would go; nobody guesses the ids of their connections.
     if kind in (PurgeTenant, EvictWhere):
         of_names["tenant"] = st.sampled_from(["anna", "é" * 300])
-    if kind is Disconnect:
-        of_names["client"] = st.integers(-1, 0) | st.integers(_NO_BYSTANDER, 2**63)
     if kind is Drain:
         of_names["on"] = st.just(False)
     return st.builds(
@@ -360,12 +356,10 @@ def test_requests_that_nearly_make_sense_are_answered_each_and_harm_nobody(
 
 
 def spares_the_bystanders(frame: Any) -> bool:
-    """Whether the bystanders keep what they have and go on; they have no tenant, and came first."""
+    """Whether the bystanders, who have no tenant, keep what they have and go on."""
     message = frame.message if isinstance(frame, Request) else None
     if isinstance(message, PurgeTenant | EvictWhere):
         return message.tenant != ""
-    if isinstance(message, Disconnect):
-        return not 0 < message.client < _NO_BYSTANDER
     return not (isinstance(message, Drain) and message.on)
 
 

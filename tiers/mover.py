@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -479,6 +479,13 @@ class CudaMover:
             copy_kernel = None  # host addresses mean nothing to a kernel there
         self._copy_kernel = copy_kernel
         self._batches = check(driver.cuDriverGetVersion()) >= _BATCH_COPY_DRIVER
+        kind = driver.CUpointer_attribute
+        self._wanted = [
+            kind.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            kind.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+            kind.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+        ]
+        self._device_memory = int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
         with self._entered():
             flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             down, up = (check(driver.cuStreamCreate(flags), "making a stream") for _ in range(2))
@@ -598,42 +605,48 @@ class CudaMover:
 
     def _locate(self, addresses: AddressArray, nbytes: int) -> _Located:
         """Which allocation or registration each block is in, asking the driver once for each of them."""
-        driver = self._driver
-        kind = driver.CUpointer_attribute
-        wanted = [
-            kind.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-            kind.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-            kind.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
-        ]
-        group = np.zeros(addresses.size, np.int64)  # 0: not asked yet; 1: memory that CUDA does not know
+        count = addresses.size
+        one = self._memory_at(int(addresses.min()))
+        if one.reached and int(addresses.max()) + nbytes <= one.stop:
+            return _Located(np.ones(count, np.int64), np.ones(count, np.bool_), one.on_device)
+        order = addresses.argsort(kind="stable")
+        ordered = addresses[order].tolist()
+        numbers: list[int] = []  # of each run of blocks that are together; 0: memory that CUDA does not know
+        counts: list[int] = []
         sides = set()
-        for number in itertools.count(2):
-            unknown = np.flatnonzero(group == 0)
-            if unknown.size == 0:
-                break
-            address = int(addresses[unknown[0]])
-            memory, start, size = check(
-                driver.cuPointerGetAttributes(len(wanted), wanted, address),
-                f"looking address {address:#x} up",
-            )
-            device = int(memory) == int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
-            sides.add(device)
-            if int(memory) == 0:
-                group[unknown[0]] = 1
-                continue
-            start, size = int(start), int(size)
-            inside = (addresses >= start) & (addresses < start + size)
-            # Device memory may be mapped from several pieces, across which the driver copies; host memory
-            # that was registered in pieces it refuses.
-            if not device and (addresses[inside] > start + size - nbytes).any():
-                raise KernelError(
-                    f"a block of {nbytes} bytes near {address:#x} lies across two registrations"
-                )
-            inside[unknown[0]] = True
-            group[inside] = number
+        at = 0
+        while at < count:
+            one = self._memory_at(ordered[at])
+            sides.add(one.on_device)
+            stop = at + 1
+            if one.reached:
+                stop = bisect_left(ordered, one.stop, stop)
+                # Device memory may be mapped from several pieces, across which the driver copies; host memory
+                # that was registered in pieces it refuses.
+                if not one.on_device and ordered[stop - 1] + nbytes > one.stop:
+                    raise KernelError(
+                        f"a block of {nbytes} bytes near {ordered[stop - 1]:#x} lies across two registrations"
+                    )
+            numbers.append(len(numbers) + 1 if one.reached else 0)
+            counts.append(stop - at)
+            at = stop
         if len(sides) > 1:
             raise KernelError("one end of a batch is partly in device and partly in host memory")
-        return _Located(group, group != 1, sides.pop())
+        group = np.empty(count, np.int64)
+        group[order] = np.repeat(np.array(numbers, np.int64), counts)
+        return _Located(group, group > 0, sides.pop())
+
+    def _memory_at(self, address: int) -> _Memory:
+        """The allocation or registration that an address is in."""
+        wanted = self._wanted
+        memory, start, size = check(
+            self._driver.cuPointerGetAttributes(len(wanted), wanted, address),
+            f"looking address {address:#x} up",
+        )
+        memory = int(memory)
+        if memory == 0:
+            return _Memory(False, False, address)
+        return _Memory(True, memory == self._device_memory, int(start) + int(size))
 
     def _event(self) -> Any:
         if self._events:
@@ -668,6 +681,16 @@ class CudaMover:
             self._events += [transfer.start, transfer.end]
         transfer.over = True
         return True
+
+
+class _Memory(NamedTuple):
+    """An allocation or registration."""
+
+    reached: bool
+    """Whether CUDA knows of it, so that the GPU reaches it."""
+    on_device: bool
+    stop: int
+    """The address after its last byte, where that is known."""
 
 
 class _Located(NamedTuple):

@@ -254,8 +254,8 @@ async def evict(asked: EvictRequest, admin: AdminHere) -> Evicted:
                 names += tree.names(await asyncio.to_thread(tree.own, node))
     done = await admin.connection.evict_where(
         tenant=asked.tenant,
-        spaces=[bytes.fromhex(one) for one in asked.spaces],
-        hashes=names,
+        spaces=[bytes.fromhex(one) for one in asked.spaces] or None,
+        hashes=names if asked.prefixes else None,
         older_than=asked.older_than_seconds,
         tier=asked.tier,
         most_bytes=asked.most_bytes,

@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 MEDIA_TYPE: Final = "application/problem+json"
 _RETRY_SECONDS: Final = 1
+_OF_EVERY_ROUTE: Final = (400, 401, 429)
 _MOST_INVALID: Final = 20
 _STATUSES: Final[Sequence[tuple[type[KVPagerError], HTTPStatus]]] = (
     (ConfigError, HTTPStatus.UNPROCESSABLE_ENTITY),
@@ -68,13 +69,13 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI is told of the problems that a route may answer with."""
+    """What OpenAPI is told of the problems that a route may answer with, beside those of every route."""
     return {
         status: {
             "description": HTTPStatus(status).phrase,
             "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
         }
-        for status in statuses
+        for status in sorted({*_OF_EVERY_ROUTE, *statuses})
     }
 
 

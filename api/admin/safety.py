@@ -65,8 +65,8 @@ class Bounds:
     body_bytes: int = 2 << 20
     requests: int = 400
     requests_per_second: float = 200.0
-    refusals: int = 10
-    refusals_per_second: float = 0.5
+    refusals: int = 60
+    refusals_per_second: float = 2.0
 
 
 class _Buckets:
@@ -77,15 +77,12 @@ class _Buckets:
         self._per_second = per_second
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def left(self, who: str) -> float:
-        now = time.monotonic()
-        left, at = self._left.get(who, (self._size, now))
-        return min(self._size, left + (now - at) * self._per_second)
-
     def take(self, who: str) -> bool:
         """Whether there was one left."""
-        left = self.left(who)
-        self._left[who] = max(0.0, left - 1), time.monotonic()
+        now = time.monotonic()
+        left, at = self._left.get(who, (self._size, now))
+        left = min(self._size, left + (now - at) * self._per_second)
+        self._left[who] = left - 1 if left >= 1 else left, now
         self._left.move_to_end(who)
         if len(self._left) > _MOST_PEERS:
             self._left.popitem(last=False)
@@ -133,12 +130,12 @@ class Safety:
         said = headers.get("authorization", "")
         role: Role | None = None
         if said:
-            if self._refusals.left(who) < 1:
-                return _too_often(path, "too many wrong tokens from this address")
             if said[: len(_BEARER)].lower() == _BEARER:
                 role = self._tokens.role_of(said[len(_BEARER) :].strip())
+            if role is None and not self._refusals.take(who):
+                # Not for right ones: others of this address are not to be locked out.
+                return _too_often(path, "too many wrong tokens from this address")
             if role is None:
-                self._refusals.take(who)
                 return _unauthorized(path, "the token is none that is known", "invalid_token")
         elif self._is_local(headers, who):
             role = Role.READ

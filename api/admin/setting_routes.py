@@ -19,8 +19,8 @@ from .models import (
     Config,
     ConfigChange,
     ConfigChanged,
-    Drained,
     DrainChange,
+    Drained,
     Policy,
     PolicyChange,
 )

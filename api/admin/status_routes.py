@@ -63,7 +63,7 @@ async def status(admin: AdminHere, role: RoleHere) -> Status:
     )
 
 
-@probes.get("/healthz")
+@probes.get("/healthz", responses=documented())
 async def healthz() -> Alive:
     """Whether the admin process runs."""
     return Alive()
