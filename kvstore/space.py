@@ -198,6 +198,7 @@ class HostSpace(SlotSpace):
             if len(lease):
                 self._records.lineage.found(lease.slots.astype(np.intp), hashes, start)
             shared.stats.matched += len(lease)
+            shared.stats.matched_tokens += len(lease) * self.layout.block_size
             shared.stats.missed += len(hashes) - len(lease)
             self._tenant.stats.matched += len(lease)
             self._tenant.stats.missed += len(hashes) - len(lease)

@@ -23,9 +23,9 @@ _LAYOUT: Final = KVLayout(8, 8, 64)
 _HOST_BYTES: Final = 1 << 30
 _MOST_BYTES: Final = 250_000
 _PICTURES: Final = (
-    ("dashboard_desktop.png", 1440, 1120, False, "state"),
-    ("dashboard_desktop_dark.png", 1440, 1120, True, "age"),
-    ("dashboard_phone.png", 390, 844, False, "state"),
+    ("dashboard_desktop.png", 1440, 940, False, "state", "body"),
+    ("dashboard_desktop_dark.png", 1440, 1200, True, "age", "#map-title"),
+    ("dashboard_phone.png", 390, 844, False, "state", "body"),
 )
 
 
@@ -53,21 +53,22 @@ def main(folder: Path) -> int:
 
 
 def _drawn(browser: Chromium, url: str, scene: Scene) -> list[tuple[str, bytes]]:
-    with_pages = []
-    for picture, width, height, dark, by in _PICTURES:
+    pages = []
+    for picture, width, height, dark, by, start in _PICTURES:
         page = browser.page(width, height, dark=dark)
         page.open(f"{url}/")
         page.until("document.querySelector('#prefixes tr') !== null")
         page.click(f"#map-by input[value={by}] + span")
         page.click("#prefix-order input[value=hottest] + span")
-        page.value("scrollTo(0, 0)")
-        with_pages.append((picture, page))
+        pages.append((picture, page, start))
     until = time.monotonic() + _SECONDS
     while time.monotonic() < until:
         scene.serve()
         scene.report()
         time.sleep(0.2)
-    return [(picture, page.picture(whole=False)) for picture, page in with_pages]
+    for _, page, start in pages:
+        page.value(f"document.querySelector('{start}').scrollIntoView({{behavior: 'instant'}})")
+    return [(picture, page.picture(whole=False)) for picture, page, _ in pages]
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ export class MemoryMap {
     const columns = 1 << Math.round(Math.log2(Math.sqrt(this.#map.count * (wide < 480 ? 1 : 2))));
     const rows = Math.ceil(this.#map.count / columns);
     const width = wide / columns;
-    const height = wide < 480 ? 14 : Math.min(18, Math.max(10, width));
+    const height = Math.min(18, Math.max(10, width * 1.3));
     this.#grid = { columns, width, height };
     const scale = window.devicePixelRatio;
     this.#canvas.height = Math.round(rows * height * scale);

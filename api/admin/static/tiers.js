@@ -1,7 +1,7 @@
 // A bar for each tier: above what its blocks are, below whose they are.
 
 import { byId, element, keyed, say, shape } from "./elements.js";
-import { bytes, count, counted, percent, spaceName, tenantName } from "./format.js";
+import { bytes, count, percent, spaceName, tenantName } from "./format.js";
 import { tenantClass } from "./tenants.js";
 
 /** What a block is, of several the first that holds; in the order in which bars and map show it. */
@@ -94,8 +94,8 @@ export function showSpaces(spaces) {
   byId("spaces-empty").hidden = spaces.length > 0;
   byId("spaces").parentElement.hidden = spaces.length === 0;
   keyed(byId("spaces"), spaces, (space) => space.id, () => element("tr"), (row, space) => {
-    const layout = `${space.num_layers} layers × ${space.num_kv_heads} heads × ${space.head_dim}, ${space.dtype}; ` +
-      `blocks of ${bytes(space.block_bytes)}, ${counted(space.block_size, "token")}`;
+    const layout = `${space.num_layers} layers × ${space.num_kv_heads} heads × ${space.head_dim}, ${space.dtype}, ` +
+      `${bytes(space.block_bytes)} a block`;
     row.replaceChildren(
       element("th", { scope: "row", title: space.id }, swatch(tenantClass(space.tenant)), spaceName(space),
         element("span", { class: "sub" }, layout)),
