@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import socket
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvpager.api.measurements import Measurement, Measurements, Unit, keep, measurements_path
 from kvpager.tests.admin_server import AdminServer
 from kvpager.tests.chromium import CHROMIUM, Chromium, Page
-from kvpager.tests.dashboard_scene import HOST_BYTES, Scene, scene_on
+from kvpager.tests.dashboard_scene import HOST_BYTES, LAYOUT, Scene, scene_on
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)"
@@ -37,9 +39,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminServer]:
     folder = tmp_path_factory.mktemp("dashboard")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
+    measured(folder, 5e10)
     options = f"--admin=127.0.0.1:{port}", f"--cold=disk://{folder}/cold", "--cold-bytes=256M"
-    with AdminServer(folder / "sidecar.sock", *options, host_bytes=HOST_BYTES) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        with AdminServer(folder / "sidecar.sock", *options, host_bytes=HOST_BYTES) as made:
+            yield made
+
+
+def measured(state: Path, rate: float) -> None:
+    """Have `kvpager bench` have measured this rate to the GPU."""
+    found = Measurement("host_to_device", "DMA", rate, Unit.BYTES_PER_SECOND)
+    path = measurements_path({"XDG_STATE_HOME": str(state)})
+    keep(Measurements(platform.node(), 1.0, "0", (found,), {}), path)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +94,11 @@ def bytes_in(text: str) -> list[float]:
         float(number.replace(",", "")) * UNITS[unit]
         for number, unit in re.findall(r"([\d.,]+) ([KMG]?i?B)\b", text)
     ]
+
+
+def shortly(count: int) -> str:
+    """As many as that, in three digits."""
+    return f"{count:,}" if count < 10_000 else f"{float(f'{count / 1000:.3g}'):g}K"
 
 
 def numbers_in(text: str) -> list[int]:
@@ -176,6 +193,11 @@ def test_what_is_stored_and_asked_for_shows_by_itself(page: Page, server: AdminS
         f"document.querySelector('#hits .summary').innerText.includes('minute {100 * found / asked:.1f}%')"
     )
     assert page.value("document.querySelectorAll('#hits polygon').length") == 2
+    tokens = hits["saved_tokens"] - before["saved_tokens"]
+    assert tokens == found * LAYOUT.block_size
+    told = f"{shortly(hits['saved_tokens'])} since"
+    page.until(f"document.querySelector('#saved .summary').innerText.startsWith('{told}')")
+    assert page.value("document.querySelectorAll('#saved polygon').length") == 1
 
 
 def test_the_map_tells_of_each_place_by_state_age_and_tenant(page: Page, server: AdminServer) -> None:
@@ -271,6 +293,21 @@ def test_sessions_sleep_and_wake(page: Page, server: AdminServer) -> None:
     page.until(f"![...document.querySelectorAll('#sessions th')].some((cell) => cell.innerText === '{name}')")
     asleep = [one["id"] for one in server.get("/v1/sessions?state=asleep")["items"]]
     assert name in asleep
+
+
+def test_bandwidth_is_told_against_what_the_machine_reaches(page: Page, server: AdminServer) -> None:
+    flows = {(flow["source"], flow["target"]): flow for flow in server.get("/v1/tiers/device")["flows"]}
+    flow = flows["host", "device"]
+    assert flow["ceiling_bytes_per_second"] == 5e10
+    assert flows["device", "host"]["ceiling_bytes_per_second"] is None
+    share = flow["bytes_per_second"] / 5e10
+    told = page.value("[...document.querySelectorAll('#flows li')].map((one) => one.innerText)")
+    assert f"{100 * share:.1f}% of 50 GB/s, measured here" in next(
+        one for one in told if "host → device" in one
+    )
+    assert "the best seen" in next(one for one in told if "device → host" in one)
+    measured(server.path.parent, 8e10)
+    page.until("document.querySelector('#flows').innerText.includes('of 80 GB/s, measured here')")
 
 
 def test_what_is_degraded_is_told_with_its_reason(page: Page, server: AdminServer) -> None:

@@ -58,7 +58,7 @@ export class Api {
    * EventSource sends no token, so the stream is read here.
    */
   async events(heard, signal) {
-    const response = await fetch("v1/events", { headers: headersOf(this.#token), signal, cache: "no-store" });
+    const response = await fetch("v1/events", { headers: headersOf(this.#token), signal });
     if (!response.ok) throw await refusal(response);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let text = "";
@@ -84,7 +84,7 @@ export class Api {
     try {
       const signal = AbortSignal.timeout(method === "GET" ? ANSWER_MILLISECONDS : 6 * ANSWER_MILLISECONDS);
       const content = body === undefined ? undefined : JSON.stringify(body);
-      response = await fetch(address, { method, headers, body: content, signal, cache: "no-store" });
+      response = await fetch(address, { method, headers, body: content, signal });
       if (response.ok) answer = await response.json();
     } catch (error) {
       throw new Refusal(null, error.name === "TimeoutError" ? "no answer in time" : "nobody answers");

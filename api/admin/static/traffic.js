@@ -81,7 +81,7 @@ export class Traffic {
 /** The fastest that the page saw of each flow: what engines move is told as it is, without a best. */
 const fastest = new Map();
 
-/** Bandwidth between tiers against the best that was seen, from `/v1/tiers/{tier}`. */
+/** Bandwidth between tiers against what the machine reaches, or else the best that was seen, from `/v1/tiers/{tier}`. */
 export function showFlows(details) {
   const flows = new Map(details.flatMap((tier) => tier.flows).map((flow) => [`${flow.source} ${flow.target}`, flow]));
   const seen = [...flows.values()];
@@ -97,18 +97,20 @@ function makeFlow() {
   return element("li", {}, element("span", { class: "way" }), element("span", { class: "now" }),
     shape("svg", { class: "bar thin", "aria-hidden": "true" },
       shape("rect", { class: "tier-saved", height: "100%" })),
-    element("span", { class: "best" }), element("span", { class: "total" }));
+    element("span", { class: "share" }), element("span", { class: "total" }));
 }
 
 function updateFlow(item, flow) {
-  const [way, now, bar, best, total] = item.children;
+  const [way, now, bar, share, total] = item.children;
   const name = `${flow.source} → ${flow.target}`;
   const speed = flow.bytes_per_second ?? 0;
-  const most = Math.max(fastest.get(name) ?? 0, flow.best_bytes_per_second ?? speed);
-  fastest.set(name, most);
+  const best = Math.max(fastest.get(name) ?? 0, flow.best_bytes_per_second ?? speed);
+  fastest.set(name, best);
+  const most = flow.ceiling_bytes_per_second ?? best;
   say(way, name);
   say(now, speed > 0 ? rate(speed) : "still");
   bar.firstElementChild.setAttribute("width", `${most > 0 ? Math.min(100, (100 * speed) / most).toFixed(1) : 0}%`);
-  say(best, most > 0 ? `${percent(speed / most)} of ${rate(most)}, the best seen` : "nothing has moved yet");
+  const against = flow.ceiling_bytes_per_second === null ? "the best seen" : "measured here";
+  say(share, most > 0 ? `${percent(speed / most)} of ${rate(most)}, ${against}` : "nothing has moved yet");
   say(total, flow.moved_bytes === null ? "moved by engines" : `${bytes(flow.moved_bytes)} in all`);
 }
