@@ -1,5 +1,5 @@
-// A chart over time: areas on each other, or lines, with axes that say their unit. SVG of its own, no library: two charts
-// of a few hundred points need none.
+// A chart over time: areas on each other, with axes that say their unit. SVG of its own, no library: two charts of a
+// few hundred points need none.
 
 import { element, say, shape } from "./elements.js";
 import { swatch } from "./tiers.js";
@@ -40,9 +40,17 @@ export class TimeChart {
     this.#format = format;
     this.#most = most;
     say(this.#empty, empty);
-    const legend = element("ul", { class: "legend" },
-      ...(series.length > 1 ? series : []).map(({ key, name }) => element("li", {}, swatch(key), name)));
-    figure.replaceChildren(this.#summary, this.#svg, this.#empty, element("figcaption", {}, legend, this.#told));
+    const legend = element(
+      "ul",
+      { class: "legend" },
+      ...(series.length > 1 ? series : []).map(({ key, name }) => element("li", {}, swatch(key), name)),
+    );
+    figure.replaceChildren(
+      this.#summary,
+      this.#svg,
+      this.#empty,
+      element("figcaption", {}, legend, this.#told),
+    );
     this.#svg.addEventListener("pointermove", (event) => this.#point(event));
     this.#svg.addEventListener("pointerleave", () => this.#unpoint());
     new ResizeObserver(() => this.#draw()).observe(figure);
@@ -69,10 +77,19 @@ export class TimeChart {
     const inner = wide - MARGIN.left - MARGIN.right;
     const deep = HEIGHT - MARGIN.top - MARGIN.bottom;
     const end = this.#points.at(-1)?.at ?? 0;
-    const most = this.#most ?? roundUp(Math.max(0, ...this.#points.map(({ values }) =>
-      values === null ? 0 : this.#series.reduce((sum, { key }) => sum + values[key], 0))));
+    const most =
+      this.#most ??
+      roundUp(
+        Math.max(
+          0,
+          ...this.#points.map(({ values }) =>
+            values === null ? 0 : this.#series.reduce((sum, { key }) => sum + values[key], 0),
+          ),
+        ),
+      );
     return {
-      wide, most,
+      wide,
+      most,
       x: (at) => MARGIN.left + inner * (1 - (end - at) / this.#span),
       y: (value) => MARGIN.top + deep * (1 - Math.min(1, value / most)),
     };
@@ -89,17 +106,30 @@ export class TimeChart {
     const parts = [];
     for (const share of [0, 0.25, 0.5, 0.75, 1]) {
       const level = y(most * share);
-      parts.push(shape("line", { class: "rule", x1: MARGIN.left, x2: wide - MARGIN.right, y1: level, y2: level }));
-      if (share * 2 % 1 === 0) {
-        parts.push(shape("text", { class: "tick", x: MARGIN.left - 6, y: level + 4, "text-anchor": "end" },
-          this.#format(most * share)));
+      parts.push(
+        shape("line", { class: "rule", x1: MARGIN.left, x2: wide - MARGIN.right, y1: level, y2: level }),
+      );
+      if ((share * 2) % 1 === 0) {
+        parts.push(
+          shape(
+            "text",
+            { class: "tick", x: MARGIN.left - 6, y: level + 4, "text-anchor": "end" },
+            this.#format(most * share),
+          ),
+        );
       }
     }
     const end = this.#points.at(-1).at;
     for (const share of [0, 0.5, 1]) {
       const text = share === 0 ? "now" : `−${duration(this.#span * share)}`;
       const anchor = share === 0 ? "end" : share === 1 ? "start" : "middle";
-      parts.push(shape("text", { class: "tick", x: x(end - this.#span * share), y: HEIGHT - 5, "text-anchor": anchor }, text));
+      parts.push(
+        shape(
+          "text",
+          { class: "tick", x: x(end - this.#span * share), y: HEIGHT - 5, "text-anchor": anchor },
+          text,
+        ),
+      );
     }
     for (const run of this.#runs()) parts.push(...this.#areas(run, x, y));
     this.#svg.replaceChildren(...parts);
@@ -134,10 +164,14 @@ export class TimeChart {
     const at = (event.offsetX * wide) / this.#svg.clientWidth;
     const known = this.#points.filter(({ values }) => values !== null);
     if (known.length === 0) return;
-    const near = known.reduce((best, point) => (Math.abs(x(point.at) - at) < Math.abs(x(best.at) - at) ? point : best));
+    const near = known.reduce((best, point) =>
+      Math.abs(x(point.at) - at) < Math.abs(x(best.at) - at) ? point : best,
+    );
     this.#svg.querySelector(".cursor")?.remove();
     const place = x(near.at);
-    this.#svg.append(shape("line", { class: "cursor", x1: place, x2: place, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
+    this.#svg.append(
+      shape("line", { class: "cursor", x1: place, x2: place, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }),
+    );
     const ago = this.#points.at(-1).at - near.at;
     const values = this.#series.map(({ key, name }) => `${name} ${this.#format(near.values[key])}`);
     say(this.#told, `${ago < 1 ? "now" : `${duration(ago)} ago`}: ${values.join(", ")}`);

@@ -84,8 +84,8 @@ async function show() {
 }
 
 /**
- * What is asked for, or null where the sidecar has no such thing: a tier that went meanwhile, a map of memory that no
- * records tell of. `part` says why in its place. That nobody answers is another matter, and thrown.
+ * What is asked for, or null where the sidecar has no such thing: a tier that went meanwhile, a map of memory that
+ * no records tell of. `part` says why in its place. That nobody answers is another matter, and thrown.
  */
 async function orNull(asked, part = null) {
   try {
@@ -98,7 +98,11 @@ async function orNull(asked, part = null) {
 }
 
 function showState(status) {
-  if (lost) events.note("connected", status.boot_id === heardOf ? "it answers again" : "it answers again, started anew");
+  if (lost)
+    events.note(
+      "connected",
+      status.boot_id === heardOf ? "it answers again" : "it answers again, started anew",
+    );
   lost = false;
   heardOf = status.boot_id;
   document.body.classList.remove("stale");
@@ -106,17 +110,32 @@ function showState(status) {
   const state = byId("state");
   state.dataset.state = status.draining ? "draining" : status.degraded.length > 0 ? "degraded" : "ready";
   say(state, status.draining ? "Draining" : status.degraded.length > 0 ? "Serving, degraded" : "Serving");
-  keyed(byId("facts"), [`kvpager ${status.version}`, `up ${duration(status.uptime_seconds)}`,
-    counted(status.clients, "client"), `boot ${status.boot_id.slice(0, 8)}`],
-  (text) => text.split(" ")[0], () => element("span"), say);
+  keyed(
+    byId("facts"),
+    [
+      `kvpager ${status.version}`,
+      `up ${duration(status.uptime_seconds)}`,
+      counted(status.clients, "client"),
+      `boot ${status.boot_id.slice(0, 8)}`,
+    ],
+    (text) => text.split(" ")[0],
+    () => element("span"),
+    say,
+  );
   document.title = status.degraded.length > 0 ? "kvpager, degraded" : "kvpager";
   const degraded = byId("degraded");
   degraded.hidden = status.degraded.length === 0;
   const line = () => element("li", {}, element("strong"), element("span"));
-  keyed(degraded, [...status.degraded.entries()], ([place]) => String(place), line, (item, [, part]) => {
-    say(item.firstElementChild, part.part);
-    say(item.lastElementChild, ` ${part.reason}, since ${time(part.since)}`);
-  });
+  keyed(
+    degraded,
+    [...status.degraded.entries()],
+    ([place]) => String(place),
+    line,
+    (item, [, part]) => {
+      say(item.firstElementChild, part.part);
+      say(item.lastElementChild, ` ${part.reason}, since ${time(part.since)}`);
+    },
+  );
   say(byId("age"), `as of ${time(heardAt - status.age_seconds)}`);
 }
 
@@ -124,22 +143,62 @@ function showFigures(status, host, hostMap) {
   const saved = status.hits.saved_tokens;
   const { host: inHost, cold, tokens } = traffic.lately;
   const figures = [
-    ["Hit rate", inHost === null ? "–" : percent(inHost + cold),
-      inHost === null ? "nothing asked for lately" : `host ${percent(inHost)} · cold ${percent(cold)}`],
-    ["Tokens saved", short(saved), saved === null ? "the sidecar does not say" : tokens === null ? "since its start" : `${short(tokens)}/s lately`],
-    ["Host memory", host?.capacity_bytes ? percent(host.used_bytes / host.capacity_bytes) : "–",
-      host ? `${bytes(host.used_bytes)} of ${bytes(host.capacity_bytes)}` : ""],
-    ["Largest free run", bytes(hostMap?.largest_free_run_bytes),
-      hostMap === null ? "not known" : hostMap.free_bytes > 0 ? `of ${bytes(hostMap.free_bytes)} free` : "nothing is free"],
-    ["Sessions", count(status.sessions_awake + status.sessions_asleep),
-      `${count(status.sessions_awake)} awake · ${count(status.sessions_asleep)} asleep`],
-    ["Only in host", bytes(host?.dirty_bytes ?? null), "no copy in the cold tier yet"],
+    [
+      "Hit rate",
+      inHost === null ? "–" : percent(inHost + cold),
+      inHost === null ? "nothing asked for lately" : `host ${percent(inHost)} · cold ${percent(cold)}`,
+    ],
+    [
+      "Tokens saved",
+      short(saved),
+      saved === null
+        ? "the sidecar does not say"
+        : tokens === null
+          ? "since its start"
+          : `${short(tokens)}/s lately`,
+    ],
+    [
+      "Host memory",
+      host?.capacity_bytes ? percent(host.used_bytes / host.capacity_bytes) : "–",
+      host ? `${bytes(host.used_bytes)} of ${bytes(host.capacity_bytes)}` : "",
+    ],
+    [
+      "Largest free run",
+      bytes(hostMap?.largest_free_run_bytes),
+      hostMap === null
+        ? "not known"
+        : hostMap.free_bytes > 0
+          ? `of ${bytes(hostMap.free_bytes)} free`
+          : "nothing is free",
+    ],
+    [
+      "Sessions",
+      count(status.sessions_awake + status.sessions_asleep),
+      `${count(status.sessions_awake)} awake · ${count(status.sessions_asleep)} asleep`,
+    ],
+    [
+      "Only in host",
+      bytes(host?.dirty_bytes),
+      status.cold === null ? "there is no cold tier" : "no copy in the cold tier yet",
+    ],
   ];
-  keyed(byId("figures"), figures, ([name]) => name, ([name]) => element("div", {},
-    element("dt", {}, name), element("dd", { class: "value" }), element("dd", { class: "about" })), (item, [, value, about]) => {
-    say(item.children[1], value);
-    say(item.children[2], about);
-  });
+  keyed(
+    byId("figures"),
+    figures,
+    ([name]) => name,
+    ([name]) =>
+      element(
+        "div",
+        {},
+        element("dt", {}, name),
+        element("dd", { class: "value" }),
+        element("dd", { class: "about" }),
+      ),
+    (item, [, value, about]) => {
+      say(item.children[1], value);
+      say(item.children[2], about);
+    },
+  );
 }
 
 function showAway(refusal) {
@@ -165,7 +224,9 @@ function showAway(refusal) {
   document.title = "kvpager, away";
   byId("degraded").hidden = true;
   const away = byId("away");
-  const why = refusal.isAway ? `The sidecar is away: ${refusal.message}.` : `The API does not answer: ${refusal.message}.`;
+  const why = refusal.isAway
+    ? `The sidecar is away: ${refusal.message}.`
+    : `The API does not answer: ${refusal.message}.`;
   const shown = heardAt === null ? "" : ` What is shown is of ${time(heardAt)}.`;
   say(away, `${why}${shown} It is asked again every ${POLL_MILLISECONDS / 1000} seconds.`);
   away.hidden = false;
@@ -186,9 +247,9 @@ function followTheme() {
       localStorage.setItem("kvpager-theme", next);
     }
     name();
-    map.redraw();
+    map.draw();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => map.redraw());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => map.draw());
   name();
 }
 

@@ -46,8 +46,8 @@ export function say(target, text) {
  */
 export function keyed(parent, items, keyOf, make, update) {
   const before = new Map([...parent.children].map((child) => [child.dataset.key, child]));
-  let place = parent.firstElementChild;
-  for (const item of items) {
+  const focused = document.activeElement;
+  const children = items.map((item) => {
     const key = keyOf(item);
     let child = before.get(key);
     before.delete(key);
@@ -56,8 +56,14 @@ export function keyed(parent, items, keyOf, make, update) {
       child.dataset.key = key;
     }
     update(child, item);
+    return child;
+  });
+  for (const gone of before.values()) gone.remove();
+  let place = parent.firstElementChild;
+  for (const child of children) {
     if (child === place) place = place.nextElementSibling;
     else parent.insertBefore(child, place);
   }
-  for (const gone of before.values()) gone.remove();
+  // An element that is moved loses the focus.
+  if (focused !== document.activeElement && parent.contains(focused)) focused.focus({ preventScroll: true });
 }

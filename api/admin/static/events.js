@@ -19,7 +19,8 @@ export class Events {
       say(event.currentTarget, held ? "Go on" : "Hold");
     });
     byId("events-blocks").addEventListener("change", (event) =>
-      byId("events").classList.toggle("without-blocks", !event.currentTarget.checked));
+      byId("events").classList.toggle("without-blocks", !event.currentTarget.checked),
+    );
   }
 
   /** Listen, again and again, until `stop`. */
@@ -43,7 +44,7 @@ export class Events {
     this.#stop = null;
   }
 
-  /** Show at the top that the sidecar, with its admin process, was lost or is back: nobody else can tell of it. */
+  /** Show that the sidecar, with its admin process, was lost or is back: nobody else can tell of it. */
   note(kind, reason) {
     this.add({ kind, at: Date.now() / 1000, tier: null, blocks: 0, lost: 0, part: null, reason });
   }
@@ -55,10 +56,15 @@ export class Events {
     this.#heard += 1;
     byId("events-empty").hidden = true;
     const about = event.kind === "stored" || event.kind === "removed" ? "blocks" : "parts";
-    list.prepend(element("li", { class: about, "data-kind": event.kind },
-      element("time", { datetime: new Date(event.at * 1000).toISOString() }, time(event.at)),
-      element("span", { class: "chip", "data-state": event.kind }, event.kind),
-      element("span", {}, words(event))));
+    list.prepend(
+      element(
+        "li",
+        { class: about, "data-kind": event.kind },
+        element("time", { datetime: new Date(event.at * 1000).toISOString() }, time(event.at)),
+        element("span", { class: "chip", "data-state": event.kind }, event.kind),
+        element("span", {}, words(event)),
+      ),
+    );
     while (list.childElementCount > MOST) list.lastElementChild.remove();
   }
 }

@@ -58,7 +58,11 @@ export function percent(share) {
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return NOT_KNOWN;
   if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
-  for (const [size, unit] of [[86_400, "d"], [3600, "h"], [60, "min"]]) {
+  for (const [size, unit] of [
+    [86_400, "d"],
+    [3600, "h"],
+    [60, "min"],
+  ]) {
     if (seconds >= size) {
       const value = seconds / size;
       return `${value < 10 ? value.toFixed(1) : whole.format(value)} ${unit}`;

@@ -1,12 +1,19 @@
-// The arena from its first byte to its last, as a grid of cells: where room is, in how many pieces, and who has the
-// rest. A cell is filled as far as its bytes are in use, so that holes show at any zoom.
+// The arena from its first byte to its last, as a grid of cells: where room is, in how many pieces, and who has
+// the rest. A cell is filled as far as its bytes are in use, so that holes show at any zoom.
 
 import { byId, element, keyed, say } from "./elements.js";
 import { bytes, count, counted, duration, percent, spaceName, tenantName } from "./format.js";
 import { tenantClass, tenantsSeen } from "./tenants.js";
 import { STATES, number, swatch } from "./tiers.js";
 
-const AGES = [[1, "1 s"], [10, "10 s"], [60, "1 min"], [600, "10 min"], [3600, "1 h"], [Infinity, "more"]];
+const AGES = [
+  [1, "1 s"],
+  [10, "10 s"],
+  [60, "1 min"],
+  [600, "10 min"],
+  [3600, "1 h"],
+  [Infinity, "more"],
+];
 const USED = ["leased", "pinned", "reserved", "idle"];
 const ROWS_OF_TABLE = 16;
 const GAP = 1;
@@ -18,11 +25,11 @@ export class MemoryMap {
   #grid = null;
 
   constructor() {
-    byId("map-by").addEventListener("change", () => this.#draw());
+    byId("map-by").addEventListener("change", () => this.draw());
     this.#at.addEventListener("input", () => this.#look(Number(this.#at.value)));
     this.#canvas.addEventListener("pointermove", (event) => this.#point(event));
     this.#canvas.addEventListener("pointerdown", (event) => this.#point(event));
-    new ResizeObserver(() => this.#draw()).observe(this.#canvas);
+    new ResizeObserver(() => this.draw()).observe(this.#canvas);
   }
 
   /** How many cells are worth asking for. */
@@ -30,7 +37,7 @@ export class MemoryMap {
     return this.#canvas.clientWidth < 480 ? 512 : 2048;
   }
 
-  /** Show a map of `/v1/tiers/host/map`, with what `/v1/tiers/{tier}` says of last blocks (null: nobody told). */
+  /** Show `/v1/tiers/host/map`, with what `/v1/tiers/{tier}` says of last blocks (null: nobody told). */
   show(map, lastBlocksBytes) {
     this.#map = map;
     byId("map-empty").hidden = true;
@@ -39,7 +46,7 @@ export class MemoryMap {
     this.#at.max = String(Math.max(0, map.count - 1));
     this.#tell(lastBlocksBytes);
     this.#tabulate();
-    this.#draw();
+    this.draw();
   }
 
   /** Say why there is none. */
@@ -47,11 +54,6 @@ export class MemoryMap {
     byId("map-empty").hidden = false;
     byId("map-shown").hidden = true;
     say(byId("map-empty"), `There is no map: ${refusal.message}.`);
-  }
-
-  /** Draw it again, in the colours of now. */
-  redraw() {
-    this.#draw();
   }
 
   get #by() {
@@ -66,17 +68,34 @@ export class MemoryMap {
     else if (free === 0) words.push("No room is free: what comes takes the place of what is idle.");
     else if (map.free_runs <= 1) words.push(`${bytes(free)} are free, in one piece.`);
     else {
-      words.push(`${bytes(free)} are free, in ${counted(map.free_runs, "stretch", "stretches")}; ` +
-        `the longest is ${bytes(map.largest_free_run_bytes)}, ${percent(map.largest_free_run_bytes / free)} of it.`);
+      words.push(
+        `${bytes(free)} are free, in ${counted(map.free_runs, "stretch", "stretches")}; ` +
+          `the longest is ${bytes(map.largest_free_run_bytes)}, ${percent(map.largest_free_run_bytes / free)} of it.`,
+      );
     }
-    words.push(lastBlocksBytes === null ? "What unfilled last blocks waste is not known: no engine has reported sessions."
-      : lastBlocksBytes === 0 ? "No last block of a session is left unfilled."
-        : `Unfilled last blocks of sessions waste ${bytes(lastBlocksBytes)} at most.`);
-    words.push(map.remainder_bytes === 0 ? "Blocks fill their extents to the end."
-      : `Ends of extents, too short for a block, waste ${bytes(map.remainder_bytes)}.`);
-    keyed(byId("map-words"), words, (text) => words.indexOf(text).toString(), () => element("p"), say);
-    this.#canvas.setAttribute("aria-label",
-      `Host memory, ${bytes(map.capacity_bytes)} in ${counted(map.count, "cell")} of ${bytes(map.cell_bytes)}`);
+    words.push(
+      lastBlocksBytes === null
+        ? "What unfilled last blocks waste is not known: no engine has reported sessions."
+        : lastBlocksBytes === 0
+          ? "No last block of a session is left unfilled."
+          : `Unfilled last blocks of sessions waste ${bytes(lastBlocksBytes)} at most.`,
+    );
+    words.push(
+      map.remainder_bytes === 0
+        ? "Blocks fill their extents to the end."
+        : `Ends of extents, too short for a block, waste ${bytes(map.remainder_bytes)}.`,
+    );
+    keyed(
+      byId("map-words"),
+      words,
+      (text) => words.indexOf(text).toString(),
+      () => element("p"),
+      say,
+    );
+    this.#canvas.setAttribute(
+      "aria-label",
+      `Host memory, ${bytes(map.capacity_bytes)} in ${counted(map.count, "cell")} of ${bytes(map.cell_bytes)}`,
+    );
   }
 
   #tabulate() {
@@ -84,17 +103,29 @@ export class MemoryMap {
     const step = Math.max(1, Math.ceil(cells / ROWS_OF_TABLE));
     const starts = [];
     for (let start = 0; start < cells; start += step) starts.push(start);
-    keyed(byId("map-rows"), starts, String, () => element("tr"), (row, start) => {
-      const end = Math.min(cells, start + step);
-      const share = (state) => percent(this.#mean(state, start, end));
-      const ages = this.#map.cells.age_seconds.slice(start, end).filter((age) => age !== null);
-      row.replaceChildren(
-        element("th", { scope: "row" }, bytes(start * size)),
-        ...[percent(USED.reduce((sum, state) => sum + this.#mean(state, start, end), 0)), share("leased"), share("pinned"),
-          share("idle"), percent(this.#mean("free", start, end) + this.#mean("vacant", start, end)),
-          ages.length > 0 ? duration(ages.reduce((sum, age) => sum + age, 0) / ages.length) : "–"].map(number),
-        element("td", {}, this.#mostly(start, end)));
-    });
+    keyed(
+      byId("map-rows"),
+      starts,
+      String,
+      () => element("tr"),
+      (row, start) => {
+        const end = Math.min(cells, start + step);
+        const share = (state) => percent(this.#mean(state, start, end));
+        const ages = this.#map.cells.age_seconds.slice(start, end).filter((age) => age !== null);
+        row.replaceChildren(
+          element("th", { scope: "row" }, bytes(start * size)),
+          ...[
+            percent(USED.reduce((sum, state) => sum + this.#mean(state, start, end), 0)),
+            share("leased"),
+            share("pinned"),
+            share("idle"),
+            percent(this.#mean("free", start, end) + this.#mean("vacant", start, end)),
+            ages.length > 0 ? duration(ages.reduce((sum, age) => sum + age, 0) / ages.length) : "–",
+          ].map(number),
+          element("td", {}, this.#mostly(start, end)),
+        );
+      },
+    );
   }
 
   #mean(state, start, end) {
@@ -113,7 +144,8 @@ export class MemoryMap {
     return first === undefined ? "nobody's" : spaceName(this.#map.spaces[first[0]]);
   }
 
-  #draw() {
+  /** Draw the grid, in the colours and the size of now. */
+  draw() {
     const wide = this.#canvas.clientWidth;
     if (this.#map === null || wide === 0 || this.#map.count === 0) return;
     const cells = this.#map.cells;
@@ -166,21 +198,45 @@ export class MemoryMap {
     const style = getComputedStyle(document.documentElement);
     const read = (name) => style.getPropertyValue(name).trim();
     return {
-      ...Object.fromEntries([...STATES.map(([state]) => state), "vacant", "unknown"].map((name) => [name, read(`--${name}`)])),
+      ...Object.fromEntries(
+        [...STATES.map(([state]) => state), "vacant", "unknown"].map((name) => [name, read(`--${name}`)]),
+      ),
       ages: AGES.map((_, step) => read(`--age-${step}`)),
       tenants: new Map(tenantsSeen().map((tenant) => [tenant, read(`--${tenantClass(tenant)}`)])),
     };
   }
 
   #name(by) {
-    const free = [["state-free", "free"], ["state-vacant", "no space's"]];
-    const named = by === "state" ? [...STATES.slice(0, -1).map(([state, name, about]) => [`state-${state}`, `${name}: ${about}`]), ...free]
-      : by === "age" ? [...AGES.map(([most, name], step) =>
-        [`age-${step}`, most === Infinity ? "longer" : `${step === 0 ? "used " : ""}< ${name}${step === 0 ? " ago" : ""}`]), ...free]
-        : [...new Set(this.#map.spaces.map((space) => space.tenant))].map((tenant) =>
-          [tenantClass(tenant), tenantName(tenant)]).concat(free);
-    keyed(byId("map-legend"), named, ([colour, name]) => `${colour} ${name}`,
-      ([colour, name]) => element("li", {}, swatch(colour), name), () => {});
+    const free = [
+      ["state-free", "free"],
+      ["state-vacant", "no space's"],
+    ];
+    const named =
+      by === "state"
+        ? [
+            ...STATES.slice(0, -1).map(([state, name, about]) => [`state-${state}`, `${name}: ${about}`]),
+            ...free,
+          ]
+        : by === "age"
+          ? [
+              ...AGES.map(([most, name], step) => [
+                `age-${step}`,
+                most === Infinity
+                  ? "longer"
+                  : `${step === 0 ? "used " : ""}< ${name}${step === 0 ? " ago" : ""}`,
+              ]),
+              ...free,
+            ]
+          : [...new Set(this.#map.spaces.map((space) => space.tenant))]
+              .map((tenant) => [tenantClass(tenant), tenantName(tenant)])
+              .concat(free);
+    keyed(
+      byId("map-legend"),
+      named,
+      ([colour, name]) => `${colour} ${name}`,
+      ([colour, name]) => element("li", {}, swatch(colour), name),
+      () => {},
+    );
   }
 
   #point(event) {
@@ -196,7 +252,8 @@ export class MemoryMap {
   #look(cell) {
     if (this.#map === null || cell >= this.#map.count) return;
     const { cells, cell_bytes: size, spaces, capacity_bytes: capacity } = this.#map;
-    const parts = STATES.map(([state]) => [state, cells[state][cell]]).filter(([, share]) => share >= 0.005)
+    const parts = STATES.map(([state]) => [state, cells[state][cell]])
+      .filter(([, share]) => share >= 0.005)
       .map(([state, share]) => `${percent(share)} ${state}`);
     if (cells.vacant[cell] >= 0.005) parts.push(`${percent(cells.vacant[cell])} in no space's extent`);
     const place = cells.space[cell];

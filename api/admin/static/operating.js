@@ -39,7 +39,10 @@ export class Operating {
   /** What who looks may do, as the status says. */
   set role(role) {
     this.#role = role;
-    say(byId("token-open"), role === "operate" ? "Role: operate" : this.#api.hasToken ? "Role: read" : "Token…");
+    say(
+      byId("token-open"),
+      role === "operate" ? "Role: operate" : this.#api.hasToken ? "Role: read" : "Token…",
+    );
   }
 
   /** Do something that needs a token of role operate. What it returns is told; null: nothing is. */
@@ -77,7 +80,12 @@ export class Operating {
     notice.classList.toggle("bad", isProblem);
     say(notice, words);
     clearTimeout(this.#telling);
-    this.#telling = setTimeout(() => { notice.hidden = true; }, isProblem ? 20_000 : 8000);
+    this.#telling = setTimeout(
+      () => {
+        notice.hidden = true;
+      },
+      isProblem ? 20_000 : 8000,
+    );
   }
 
   async #use(token) {
@@ -91,10 +99,15 @@ export class Operating {
       this.role = role;
       byId("token").value = "";
       byId("token-dialog").close();
-      this.tell(role === "operate" ? "The token may look and change." : "The token may look, and change nothing.");
+      this.tell(
+        role === "operate" ? "The token may look and change." : "The token may look, and change nothing.",
+      );
     } catch (error) {
       if (!(error instanceof Refusal)) throw error;
-      say(problem, error.wantsToken ? "This token is none that is known." : `It could not be tried: ${error.message}.`);
+      say(
+        problem,
+        error.wantsToken ? "This token is none that is known." : `It could not be tried: ${error.message}.`,
+      );
     }
     this.#refresh();
   }

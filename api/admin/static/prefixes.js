@@ -58,25 +58,59 @@ export class Prefixes {
   #show(page, tenant) {
     const empty = byId("prefixes-empty");
     empty.hidden = page.items.length > 0;
-    say(empty, tenant === "*" ? "No block is cached yet: prefixes appear as soon as an engine has stored some."
-      : "This tenant has no block cached.");
+    say(
+      empty,
+      tenant === "*"
+        ? "No block is cached yet: prefixes appear as soon as an engine has stored some."
+        : "This tenant has no block cached.",
+    );
     byId("prefixes").parentElement.hidden = page.items.length === 0;
     byId("prefixes-more").hidden = page.next_cursor === null || this.#limit >= MOST;
-    keyed(byId("prefixes"), page.items, (prefix) => `${prefix.space} ${prefix.hash}`, () => this.#make(), (row, prefix) =>
-      this.#update(row, prefix));
+    keyed(
+      byId("prefixes"),
+      page.items,
+      (prefix) => `${prefix.space} ${prefix.hash}`,
+      () => this.#make(),
+      (row, prefix) => this.#update(row, prefix),
+    );
     const choices = ["*", ...tenantsSeen().map((name) => `=${name}`)];
-    keyed(byId("prefix-tenant"), choices, (choice) => choice, (choice) => element("option", { value: choice },
-      choice === "*" ? "all" : tenantName(choice.slice(1))), () => {});
+    keyed(
+      byId("prefix-tenant"),
+      choices,
+      (choice) => choice,
+      (choice) => element("option", { value: choice }, choice === "*" ? "all" : tenantName(choice.slice(1))),
+      () => {},
+    );
   }
 
   #make() {
-    const row = element("tr", {},
-      element("th", { scope: "row" }, element("button", { type: "button", class: "hash" }),
-        element("span", { class: "sub phone" })),
-      ...["wide", "number wide", "number wide", "number wide", "wide", "number wide", "number wide", "number wide", "number wide"]
-        .map((name) => element("td", { class: name })),
-      element("td", { class: "actions" }, element("button", { type: "button", class: "pin" }),
-        element("button", { type: "button", class: "evict" }, "Evict…")));
+    const row = element(
+      "tr",
+      {},
+      element(
+        "th",
+        { scope: "row" },
+        element("button", { type: "button", class: "hash" }),
+        element("span", { class: "sub phone" }),
+      ),
+      ...[
+        "wide",
+        "number wide",
+        "number wide",
+        "number wide",
+        "wide",
+        "number wide",
+        "number wide",
+        "number wide",
+        "number wide",
+      ].map((name) => element("td", { class: name })),
+      element(
+        "td",
+        { class: "actions" },
+        element("button", { type: "button", class: "pin" }),
+        element("button", { type: "button", class: "evict" }, "Evict…"),
+      ),
+    );
     row.querySelector(".hash").addEventListener("click", () => this.#copy(this.#shown.get(row)));
     row.querySelector(".pin").addEventListener("click", () => this.#pin(this.#shown.get(row)));
     row.querySelector(".evict").addEventListener("click", () => this.#evict(this.#shown.get(row)));
@@ -89,7 +123,10 @@ export class Prefixes {
     const hash = row.querySelector(".hash");
     say(hash, shortHash(prefix.hash));
     hash.title = `${prefix.hash}: copy it`;
-    say(row.querySelector(".sub"), `${tenantName(prefix.tenant)} · ${counted(prefix.tokens, "token")} · ${counted(prefix.hits, "hit")}`);
+    say(
+      row.querySelector(".sub"),
+      `${tenantName(prefix.tenant)} · ${counted(prefix.tokens, "token")} · ${counted(prefix.hits, "hit")}`,
+    );
     if (tenant.dataset.tenant !== prefix.tenant || tenant.childElementCount === 0) {
       tenant.dataset.tenant = prefix.tenant;
       tenant.replaceChildren(swatch(tenantClass(prefix.tenant)), spaceName(prefix));
@@ -123,8 +160,9 @@ export class Prefixes {
   #pin(prefix) {
     const pinned = prefix.pins > 0;
     this.#operate.run(pinned ? "Unpinning" : "Pinning", async () => {
-      const answer = await this.#api.send(pinned ? "DELETE" : "PUT", `v1/prefixes/${prefix.hash}/pin`,
-        { query: { space: prefix.space } });
+      const answer = await this.#api.send(pinned ? "DELETE" : "PUT", `v1/prefixes/${prefix.hash}/pin`, {
+        query: { space: prefix.space },
+      });
       return `${answer.pinned ? "Pinned" : "Unpinned"} ${shortHash(prefix.hash)}: ${counted(answer.changed_blocks, "block")}.`;
     });
   }
@@ -133,12 +171,17 @@ export class Prefixes {
     const body = { tier: prefix.tier, spaces: [prefix.space], prefixes: [prefix.hash] };
     this.#operate.run("Evicting", async () => {
       const would = await this.#api.send("POST", "v1/evict", { body: { ...body, dry_run: true } });
-      if (would.blocks === 0) return `Nothing of ${shortHash(prefix.hash)} may go: what is leased or pinned stays.`;
-      const lost = would.lost_blocks === 0 ? "All of them are in another tier, too."
-        : `${counted(would.lost_blocks, "block")} of them ${would.lost_blocks === 1 ? "is" : "are"} nowhere else: ` +
-          "who asks for them again computes them again.";
-      const agreed = await confirmed(`This takes ${counted(would.blocks, "block")} (${bytes(would.bytes)}) of ` +
-        `${shortHash(prefix.hash)} out of the ${prefix.tier} tier. ${lost}`);
+      if (would.blocks === 0)
+        return `Nothing of ${shortHash(prefix.hash)} may go: what is leased or pinned stays.`;
+      const lost =
+        would.lost_blocks === 0
+          ? "All of them are in another tier, too."
+          : `${counted(would.lost_blocks, "block")} of them ${would.lost_blocks === 1 ? "is" : "are"} nowhere else: ` +
+            "who asks for them again computes them again.";
+      const agreed = await confirmed(
+        `This takes ${counted(would.blocks, "block")} (${bytes(would.bytes)}) of ` +
+          `${shortHash(prefix.hash)} out of the ${prefix.tier} tier. ${lost}`,
+      );
       if (!agreed) return null;
       const went = await this.#api.send("POST", "v1/evict", { body });
       return `Evicted ${counted(went.blocks, "block")} (${bytes(went.bytes)}) of ${shortHash(prefix.hash)}.`;

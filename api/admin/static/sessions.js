@@ -29,7 +29,10 @@ export class Sessions {
   /** Say how many there are, from the status. */
   sum(status) {
     const all = status.sessions_awake + status.sessions_asleep;
-    say(byId("sessions-sum"), all === 0 ? "" : `${count(status.sessions_awake)} awake, ${count(status.sessions_asleep)} asleep.`);
+    say(
+      byId("sessions-sum"),
+      all === 0 ? "" : `${count(status.sessions_awake)} awake, ${count(status.sessions_asleep)} asleep.`,
+    );
   }
 
   /** Ask for them and show them. */
@@ -37,20 +40,34 @@ export class Sessions {
     this.#asked += 1;
     const asked = this.#asked;
     const state = byId("session-state").value;
-    const page = await this.#api.get("v1/sessions", { state: state === "*" ? null : state, limit: this.#limit });
+    const page = await this.#api.get("v1/sessions", {
+      state: state === "*" ? null : state,
+      limit: this.#limit,
+    });
     if (asked !== this.#asked) return;
     const empty = byId("sessions-empty");
     empty.hidden = page.items.length > 0;
     say(empty, state === "*" ? "No engine has reported a session." : `No session is ${state}.`);
     byId("sessions").parentElement.hidden = page.items.length === 0;
     byId("sessions-more").hidden = page.next_cursor === null || this.#limit >= MOST;
-    keyed(byId("sessions"), page.items, (session) => `${session.client} ${session.id}`, () => this.#make(),
-      (row, session) => this.#update(row, session));
+    keyed(
+      byId("sessions"),
+      page.items,
+      (session) => `${session.client} ${session.id}`,
+      () => this.#make(),
+      (row, session) => this.#update(row, session),
+    );
   }
 
   #make() {
-    const row = element("tr", {}, element("th", { scope: "row", class: "name" }), element("td", {}, element("span", { class: "chip" })),
-      element("td", { class: "wide" }), element("td", { class: "actions" }, element("button", { type: "button" })));
+    const row = element(
+      "tr",
+      {},
+      element("th", { scope: "row", class: "name" }),
+      element("td", {}, element("span", { class: "chip" })),
+      element("td", { class: "wide" }),
+      element("td", { class: "actions" }, element("button", { type: "button" })),
+    );
     row.querySelector("button").addEventListener("click", () => this.#command(this.#shown.get(row)));
     return row;
   }

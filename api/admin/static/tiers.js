@@ -14,24 +14,50 @@ export const STATES = [
 ];
 
 const NAMES = { device: "Device", host: "Host", cold: "Cold" };
-const PLACES = { device: "memory of the engines' GPUs", host: "pinned memory of this machine", cold: "Redis or a disk" };
+const PLACES = {
+  device: "memory of the engines' GPUs",
+  host: "pinned memory of this machine",
+  cold: "Redis or a disk",
+};
 
 /** Draws a tier's bar, legend and words from `/v1/tiers/{tier}`. */
 export function showTiers(details, cold) {
-  keyed(byId("tiers"), details, (tier) => tier.tier, makeTier, (place, tier) => updateTier(place, tier, cold));
+  keyed(
+    byId("tiers"),
+    details,
+    (tier) => tier.tier,
+    makeTier,
+    (place, tier) => updateTier(place, tier, cold),
+  );
 }
 
 /** A square of a colour. */
 export function swatch(colour) {
-  return shape("svg", { class: `swatch ${colour}`, viewBox: "0 0 10 10", "aria-hidden": "true" },
-    shape("rect", { width: 10, height: 10, rx: 2 }));
+  return shape(
+    "svg",
+    { class: `swatch ${colour}`, viewBox: "0 0 10 10", "aria-hidden": "true" },
+    shape("rect", { width: 10, height: 10, rx: 2 }),
+  );
 }
 
 function makeTier() {
   const bar = () => shape("svg", { class: "bar", preserveAspectRatio: "none", "aria-hidden": "true" });
-  return element("article", { class: "tier" },
-    element("h3", {}, element("span", { class: "name" }), element("span", { class: "where" }), element("span", { class: "chip" })),
-    element("p", { class: "fill" }), bar(), bar(), element("p", { class: "what" }), element("p", { class: "note problem" }));
+  return element(
+    "article",
+    { class: "tier" },
+    element(
+      "h3",
+      {},
+      element("span", { class: "name" }),
+      element("span", { class: "where" }),
+      element("span", { class: "chip" }),
+    ),
+    element("p", { class: "fill" }),
+    bar(),
+    bar(),
+    element("p", { class: "what" }),
+    element("p", { class: "note problem" }),
+  );
 }
 
 function updateTier(place, tier, cold) {
@@ -44,14 +70,28 @@ function updateTier(place, tier, cold) {
   const known = STATES.map(([state]) => [state, tier[`${state}_bytes`]]).filter(([, held]) => held !== null);
   const whole = tier.capacity_bytes ?? known.reduce((sum, [, held]) => sum + held, 0);
   say(place.querySelector(".fill"), filling(tier));
-  fillBar(byState, known.map(([state, held]) => [`state-${state}`, held]), whole);
+  fillBar(
+    byState,
+    known.map(([state, held]) => [`state-${state}`, held]),
+    whole,
+  );
   byState.classList.toggle("gone", tier.used_bytes === null);
   const tenants = tier.tenants ?? [];
   byTenant.classList.toggle("gone", tenants.length === 0);
-  fillBar(byTenant, tenants.map((share) => [tenantClass(share.tenant), share.used_bytes]), whole);
+  fillBar(
+    byTenant,
+    tenants.map((share) => [tenantClass(share.tenant), share.used_bytes]),
+    whole,
+  );
   const told = known.filter(([state, held]) => held > 0 && state !== "free");
-  place.querySelector(".what").replaceChildren(...told.flatMap(([state, held]) =>
-    [element("span", {}, swatch(`state-${state}`), `${bytes(held)} ${state}`), " "]));
+  place
+    .querySelector(".what")
+    .replaceChildren(
+      ...told.flatMap(([state, held]) => [
+        element("span", {}, swatch(`state-${state}`), `${bytes(held)} ${state}`),
+        " ",
+      ]),
+    );
   say(place.querySelector(".problem"), tier.state === "ready" ? "" : (tier.reason ?? ""));
 }
 
@@ -69,7 +109,9 @@ function fillBar(bar, parts, whole) {
   for (const [colour, size] of parts) {
     if (size <= 0 || whole <= 0) continue;
     const wide = (100 * size) / whole;
-    rects.push(shape("rect", { class: colour, x: `${at.toFixed(3)}%`, width: `${wide.toFixed(3)}%`, height: "100%" }));
+    rects.push(
+      shape("rect", { class: colour, x: `${at.toFixed(3)}%`, width: `${wide.toFixed(3)}%`, height: "100%" }),
+    );
     at += wide;
   }
   bar.replaceChildren(...rects);
@@ -79,28 +121,52 @@ function fillBar(bar, parts, whole) {
 export function showTenants(shares) {
   byId("tenants-empty").hidden = shares.length > 0;
   byId("tenants").parentElement.hidden = shares.length === 0;
-  keyed(byId("tenants"), shares, (share) => share.tenant, () => element("tr"), (row, share) => {
-    const quota = share.quota_bytes === null ? "none"
-      : `${bytes(share.quota_bytes)} (${percent(share.used_bytes / share.quota_bytes)})`;
-    row.replaceChildren(
-      element("th", { scope: "row" }, swatch(tenantClass(share.tenant)), tenantName(share.tenant)),
-      ...[bytes(share.used_bytes), bytes(share.leased_bytes), bytes(share.pinned_bytes)].map(number),
-      element("td", { class: "number wide" }, quota));
-  });
+  keyed(
+    byId("tenants"),
+    shares,
+    (share) => share.tenant,
+    () => element("tr"),
+    (row, share) => {
+      const quota =
+        share.quota_bytes === null
+          ? "none"
+          : `${bytes(share.quota_bytes)} (${percent(share.used_bytes / share.quota_bytes)})`;
+      row.replaceChildren(
+        element("th", { scope: "row" }, swatch(tenantClass(share.tenant)), tenantName(share.tenant)),
+        ...[bytes(share.used_bytes), bytes(share.leased_bytes), bytes(share.pinned_bytes)].map(number),
+        element("td", { class: "number wide" }, quota),
+      );
+    },
+  );
 }
 
 /** The table of spaces, from the status. */
 export function showSpaces(spaces) {
   byId("spaces-empty").hidden = spaces.length > 0;
   byId("spaces").parentElement.hidden = spaces.length === 0;
-  keyed(byId("spaces"), spaces, (space) => space.id, () => element("tr"), (row, space) => {
-    const layout = `${space.num_layers} layers × ${space.num_kv_heads} heads × ${space.head_dim}, ${space.dtype}, ` +
-      `${bytes(space.block_bytes)} a block`;
-    row.replaceChildren(
-      element("th", { scope: "row", title: space.id }, swatch(tenantClass(space.tenant)), spaceName(space),
-        element("span", { class: "sub" }, layout)),
-      ...[space.resident_blocks, space.leased_blocks, space.pinned_blocks, space.free_blocks].map((held) => number(count(held))));
-  });
+  keyed(
+    byId("spaces"),
+    spaces,
+    (space) => space.id,
+    () => element("tr"),
+    (row, space) => {
+      const layout =
+        `${space.num_layers} layers × ${space.num_kv_heads} heads × ${space.head_dim}, ${space.dtype}, ` +
+        `${bytes(space.block_bytes)} a block`;
+      row.replaceChildren(
+        element(
+          "th",
+          { scope: "row", title: space.id },
+          swatch(tenantClass(space.tenant)),
+          spaceName(space),
+          element("span", { class: "sub" }, layout),
+        ),
+        ...[space.resident_blocks, space.leased_blocks, space.pinned_blocks, space.free_blocks].map((held) =>
+          number(count(held)),
+        ),
+      );
+    },
+  );
 }
 
 /** A cell with a number. */
