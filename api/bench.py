@@ -94,10 +94,10 @@ def _run(options: argparse.Namespace) -> int:
     if reason is not None:
         print(f"GPU: not measured: {reason}", file=out)
     measurements = _of(found, missing)
-    keep(measurements, path)
     if options.json:
         print(measurements.as_json())
-    else:
+    keep(measurements, path)
+    if not options.json:
         print(f"kept in {path}")
     return 1 if failed else 0
 

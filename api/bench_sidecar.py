@@ -21,7 +21,7 @@ from ..tiers.layout import KVLayout
 from .bench_memory import names_from
 from .client import connect
 from .measurements import Measurement, Unit
-from .serve_settings import NO_ADMIN
+from .serve_settings import NO_ADMIN, without_settings
 
 __all__ = ["measure_sidecar"]
 
@@ -131,7 +131,7 @@ def _sidecar() -> Iterator[str]:
     """The socket of a sidecar of its own, which ends with this, and with this process at the latest."""
     with tempfile.TemporaryDirectory(prefix="kvpager-bench-") as folder:
         path = str(Path(folder, "sidecar.sock"))
-        command = [sys.executable, "-P", "-m", "kvpager", "serve", "--config", os.devnull, "--quiet"]
+        command = [sys.executable, "-P", "-m", "kvpager", "serve", "--quiet"]
         command += [
             "--admin",
             NO_ADMIN,
@@ -143,9 +143,7 @@ def _sidecar() -> Iterator[str]:
             "memory",
         ]
         command += ["--with-process", str(os.getpid())]
-        # Settings of another sidecar are none of this one's.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVPAGER_")}
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        process = subprocess.Popen(command, env=without_settings(os.environ), start_new_session=True)
         try:
             until = time.monotonic() + _START_SECONDS
             while not _listens(path):

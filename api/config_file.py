@@ -60,9 +60,10 @@ def config_path(named: str | None, environment: Mapping[str, str]) -> str | None
         return expect_path("--config", named)
     if environment.get(CONFIG_VARIABLE):
         return environment[CONFIG_VARIABLE]
-    home = environment.get("XDG_CONFIG_HOME", "")
-    folders = [Path(home) if home.startswith("/") else Path.home() / ".config", _MACHINE]
-    return next((str(folder / _NAME) for folder in folders if os.path.lexists(folder / _NAME)), None)
+    folders = [environment.get("XDG_CONFIG_HOME", ""), f"{environment.get('HOME', '')}/.config"]
+    user = next((folder for folder in folders if folder.startswith("/")), "/")
+    places = (Path(user, _NAME), _MACHINE / _NAME)
+    return next((str(place) for place in places if os.path.lexists(place)), None)
 
 
 def read_config(path: str | None, known: Iterable[str]) -> ConfigFile:

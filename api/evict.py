@@ -57,22 +57,25 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    body: dict[str, object] = {
-        "tier": options.tier,
-        "spaces": [check_hex("--space", one) for one in options.space],
-        "prefixes": [check_hex("--prefix", one) for one in options.prefix],
-        "dry_run": not options.yes,
-    }
+    restrictions: dict[str, object] = {}
+    if options.space:
+        restrictions["spaces"] = [check_hex("--space", one) for one in options.space]
+    if options.prefix:
+        restrictions["prefixes"] = [check_hex("--prefix", one) for one in options.prefix]
     if options.tenant is not None:
-        body["tenant"] = options.tenant
+        restrictions["tenant"] = options.tenant
     if options.older_than is not None:
-        body["older_than_seconds"] = expect_seconds("--older-than", options.older_than, _MOST_AGE)
+        restrictions["older_than_seconds"] = expect_seconds("--older-than", options.older_than, _MOST_AGE)
     if options.most_bytes is not None:
-        body["most_bytes"] = parse_bytes("--most-bytes", options.most_bytes)
-    if options.everything:
-        body["everything"] = True
-    elif len(body) == 4 and not (options.space or options.prefix):
+        restrictions["most_bytes"] = parse_bytes("--most-bytes", options.most_bytes)
+    if not restrictions and not options.everything:
         raise ConfigError("--everything", "is needed where nothing else says what is to go")
+    body = {
+        "tier": options.tier,
+        "everything": options.everything,
+        "dry_run": not options.yes,
+        **restrictions,
+    }
     with admin_client(options) as admin:
         done = admin.ask("POST", "evict", body, {})
     if options.json:

@@ -74,8 +74,11 @@ class _Head:
 
     def _value(self, kind: int, *, keep: bool) -> Any:
         """The next value of a kind; None where it is not kept."""
+        if kind == _STRING and not keep:
+            self._pass_string()
+            return None
         if kind == _STRING:
-            value: Any = self._string() if keep else self._pass_string()
+            value: Any = self._string()
         elif kind == _ARRAY:
             value = self._array(keep=keep)
         else:

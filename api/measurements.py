@@ -88,8 +88,8 @@ def measurements_path(environment: Mapping[str, str]) -> Path:
     Args:
         environment: variables.
     """
-    home = environment.get("XDG_STATE_HOME", "")
-    return (Path(home) if home.startswith("/") else Path.home() / ".local" / "state") / _NAME
+    folders = [environment.get("XDG_STATE_HOME", ""), f"{environment.get('HOME', '')}/.local/state"]
+    return Path(next((folder for folder in folders if folder.startswith("/")), "/"), _NAME)
 
 
 def keep(measurements: Measurements, path: Path) -> None:

@@ -289,7 +289,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 def _by_layer(config: Mapping[str, Any], name: str, layers: int) -> list[int]:
     """A figure of each layer: one that is the same for all, or one for each."""
     given = config.get(name)
-    found = given if isinstance(given, list) else [given] * layers
+    found: list[Any] = given if isinstance(given, list) else [given] * layers
     if len(found) != layers or not all(type(one) is int and one >= 0 for one in found):
         raise ModelError(f"its {name} must be a whole number, or one for each layer, not {given!r:.80}")
     return found

@@ -7,6 +7,7 @@ import inspect
 import json
 from typing import Any
 
+from ..tiers.settings import expect_choice
 from .admin_client import ADMIN_OPTIONS, add_admin_options, admin_client
 
 __all__ = ["add_parser"]
@@ -29,12 +30,15 @@ def add_parser(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     with admin_client(options) as admin:
-        if options.policy is None:
-            said = admin.get("policy")
-        else:
+        said = admin.get("policy")
+        if options.policy is not None:
+            expect_choice("NAME", options.policy, said["policies"])
             said = admin.ask("PUT", "policy", {"policy": options.policy}, {})
     if options.json:
         print(json.dumps(said, indent=2))
-    else:
+    elif options.policy is None:
         print(f"{said['policy']} (of {', '.join(said['policies'])})")
+    else:
+        before, after = said["changed"].get("policy", (options.policy, options.policy))
+        print(f"{after}, as it was" if before == after else f"{after}, and no longer {before}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ __all__ = [
     "add_settings",
     "find_settings",
     "serving",
+    "without_settings",
 ]
 
 TOKEN_VARIABLE: Final = "KVPAGER_TOKEN"
@@ -216,3 +218,14 @@ def serving(name: str, environment: Mapping[str, str]) -> Any:
         ConfigError: as of `find_settings`, or the value is none.
     """
     return find_settings(argparse.Namespace(config=None), environment)[name].value()
+
+
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for a sidecar whose flags say everything: no variable and no file says more.
+
+    Args:
+        environment: variables; secrets among them stay.
+    """
+    variables = {one.variable for one in SERVE_SETTINGS}
+    rest = {name: value for name, value in environment.items() if name not in variables}
+    return {**rest, CONFIG_VARIABLE: os.devnull}

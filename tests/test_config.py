@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from kvpager.api.cli import main
-from kvpager.api.serve_settings import SERVE_SETTINGS, find_settings
+from kvpager.api.serve_settings import SERVE_SETTINGS, find_settings, without_settings
+from kvpager.api.setting import Source
 from kvpager.tests.serve_process import ServeProcess
 
 ROOT = Path(__file__).parents[1]
@@ -273,6 +274,14 @@ def test_a_start_without_a_file_imports_no_toml(tmp_path: Path) -> None:
         1,
         "kvpager serve: --drain: must be a finite number of at least 0, got -1.0\n",
     )
+
+
+def test_an_environment_for_flags_alone_has_no_settings_and_keeps_secrets() -> None:
+    given = {one.variable: "x" for one in SERVE_SETTINGS} | {"KVPAGER_COLD_SECRET": "s", "HOME": "/none"}
+    rest = without_settings(given)
+    assert rest == {"KVPAGER_COLD_SECRET": "s", "HOME": "/none", "KVPAGER_CONFIG": os.devnull}
+    found = find_settings(argparse.Namespace(config=None), rest)
+    assert {one.source for one in found.values()} == {Source.DEFAULT}
 
 
 def test_names_are_made_of_flags_alone() -> None:

@@ -113,7 +113,7 @@ def test_the_image_is_built_of_everything_that_the_package_has() -> None:
     }
     assert all((ROOT / source).exists() for source in copied)
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    folders = {name.partition(".")[2] for name in setup["tool"]["setuptools"]["packages"]} - {""}
+    folders = {name.split(".")[1] for name in setup["tool"]["setuptools"]["packages"] if "." in name}
     assert (
         folders | {"__init__.py", "__main__.py", "py.typed", "pyproject.toml", "README.md", "LICENSE"}
         <= copied

@@ -58,7 +58,8 @@ def listen(where: str, *, has_tokens: bool) -> socket.socket:
         ConfigError: as of `addresses_of`, or it cannot be listened on.
     """
     family, address = addresses_of(where, has_tokens=has_tokens)[0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # Named as TCP: of others asyncio does not switch Nagle's algorithm off, and answers wait for 40 ms.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
