@@ -83,7 +83,8 @@ class Chromium:
         """What a command of the protocol gives."""
         self._asked += 1
         number = self._asked
-        self._came[number] = came = queue.SimpleQueue()
+        came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._came[number] = came
         message: dict[str, Any] = {"id": number, "method": method, "params": values}
         if session is not None:
             message["sessionId"] = session

@@ -17,14 +17,13 @@ from kvpager.tests.chromium import CHROMIUM, Chromium
 from kvpager.tests.dashboard_scene import Scene, scene_on
 from kvpager.tiers.layout import KVLayout
 
-_SECONDS: Final = 180.0
+_SECONDS: Final = 120.0
 _LAYOUT: Final = KVLayout(8, 8, 64)
 """Blocks of 256 KiB."""
 _HOST_BYTES: Final = 1 << 30
-_MOST_BYTES: Final = 250_000
 _PICTURES: Final = (
     ("dashboard_desktop.png", 1440, 940, False, "state", "body"),
-    ("dashboard_desktop_dark.png", 1440, 1200, True, "age", "#map-title"),
+    ("dashboard_desktop_dark.png", 1440, 940, True, "state", "#hits-title"),
     ("dashboard_phone.png", 390, 844, False, "state", "body"),
 )
 
@@ -46,7 +45,6 @@ def main(folder: Path) -> int:
             scene.fill()
             server.operate("PATCH", "/v1/config", {"quotas": {"acme": 768 << 20}})
             for picture, data in _drawn(browser, server.url, scene):
-                assert len(data) < _MOST_BYTES, f"{picture} has {len(data)} bytes"
                 (folder / picture).write_bytes(data)
                 print(f"{picture}: {len(data)} bytes")
     return 0

@@ -63,7 +63,7 @@ function makeTier() {
 function updateTier(place, tier, cold) {
   const [name, where, chip] = place.querySelector("h3").children;
   say(name, NAMES[tier.tier]);
-  say(where, tier.tier === "cold" && cold !== null ? `${cold.kind}, ${cold.url}` : PLACES[tier.tier]);
+  say(where, tier.tier === "cold" && cold !== null ? cold.url : PLACES[tier.tier]);
   say(chip, tier.state);
   chip.dataset.state = tier.state;
   const [byState, byTenant] = place.querySelectorAll(".bar");
