@@ -520,6 +520,8 @@ class Answers:
                 if self._tenants is None or name in self._tenants
             },
         }
+        if self._tenants is None:
+            values["latency"] = self._service.times.snapshot()
         cold = getattr(self._host.cold, "stats", None)
         if cold is not None:
             values["cold"] = asdict(cold)

@@ -21,6 +21,9 @@ from kvpager.engine.sequence import Sequence, SequenceState
 from kvpager.tests.model_files import require_smollm2
 from kvpager.tiers.cold_disk import DiskColdTier
 
+# One process has the answers of transformers, which take long.
+pytestmark = pytest.mark.xdist_group("smollm2")
+
 TOKENS = 64
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 STORY = (

@@ -18,6 +18,9 @@ from kvpager.tests.model_files import save_tiny_model
 from kvpager.tests.redis_servers import RedisServer
 
 # Opens one engine after the other, each with empty tiers, and has each answer one prompt.
+# One process has what the first engine said.
+pytestmark = pytest.mark.xdist_group("hydration")
+
 PROGRAM = """
 import json, sys
 

@@ -8,12 +8,19 @@ Source: prometheus.io/docs/practices/naming.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from ..service_times import LEAST_BOUND
 from .occupancy import Occupancy
 from .watch import Facts
 
@@ -50,10 +57,12 @@ class _Collector(Collector):
         self._arena: Mapping[str, int] = facts.stats["arena"]
         self._tenants: Mapping[str, Mapping[str, int]] = facts.stats["tenants"]
         self._clients: Sequence[Mapping[str, Any]] = list(facts.clients.values())
+        self._latency: Mapping[str, Mapping[str, Any]] = facts.stats["latency"]
         self._occupancy = occupancy
 
     def collect(self) -> Iterator[Metric]:
         yield from self._process()
+        yield from self._took()
         yield from self._found()
         yield from self._moved()
         yield from self._left()
@@ -92,6 +101,18 @@ class _Collector(Collector):
             ],
         )  # fmt: skip
 
+    def _took(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(
+            "kvpager_request_duration_seconds",
+            "How long the sidecar took over requests, by their kind.",
+            labels=["request"],
+        )
+        for kind, times in sorted(self._latency.items()):
+            counts = list(accumulate(times["counts"]))
+            bounds = [f"{LEAST_BOUND * 2**at / 1e6:g}" for at in range(len(counts) - 1)]
+            family.add_metric([kind], list(zip([*bounds, "+Inf"], counts, strict=True)), times["seconds"])
+        yield family
+
     def _found(self) -> Iterator[Metric]:
         host, cold = self._host, self._cold
         hits: list[_Row] = [(["host"], host["matched"])]
@@ -111,13 +132,12 @@ class _Collector(Collector):
         yield _counter(
             "missed_blocks", "Blocks that were asked for and not found.", ["tier", "reason"], misses
         )
-        if "matched_tokens" in host:
-            yield _counter(
-                "saved_tokens",
-                "Tokens of blocks that were found, which nobody computed again; each shard counts.",
-                [],
-                [([], host["matched_tokens"])],
-            )
+        yield _counter(
+            "saved_tokens",
+            "Tokens of blocks that were found, which nobody computed again; each shard counts.",
+            [],
+            [([], host["matched_tokens"])],
+        )
 
     def _moved(self) -> Iterator[Metric]:
         if self._cold is None:

@@ -83,7 +83,8 @@ MOST_PAGE: Final = 1000
 """Of what is listed at a time."""
 MOST_TOKENS: Final = 1 << 17
 """Of one prompt that is looked up."""
-_MOST_COUNT: Final = (1 << 63) - 1
+_MOST_COUNT: Final = 1 << 62
+"""A number that JSON's readers hold exactly, as integer or float."""
 _MOST_WAIT: Final = 60.0
 """What a request of the sidecar waits at most."""
 _MOST_DEADLINE: Final = 600.0
@@ -215,9 +216,9 @@ class HitCounters(_Answer):
     host_blocks: Blocks = Field(description="found in host memory, in blocks")
     cold_blocks: Blocks = Field(description="brought up from the cold tier, in blocks")
     missed_blocks: Blocks = Field(description="not found in host memory, in blocks")
-    saved_tokens: Tokens | None = Field(
-        description="tokens of the blocks that were found, which nobody computed again; of a model in shards "
-        "each shard counts. Null where the sidecar does not count them"
+    saved_tokens: Tokens = Field(
+        description="tokens of the blocks that were found in host memory, which nobody computed again; of a "
+        "model in shards each shard counts"
     )
 
 

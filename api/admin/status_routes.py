@@ -126,5 +126,5 @@ def _hits(host: dict[str, int]) -> HitCounters:
         host_blocks=host["matched"],
         cold_blocks=host["cold_loaded"],
         missed_blocks=host["missed"],
-        saved_tokens=host.get("matched_tokens"),
+        saved_tokens=host["matched_tokens"],
     )
