@@ -23,7 +23,7 @@ _LAYOUT: Final = KVLayout(8, 8, 64)
 _HOST_BYTES: Final = 1 << 30
 _PICTURES: Final = (
     ("dashboard_desktop.png", 1440, 940, False, "state", "body"),
-    ("dashboard_desktop_dark.png", 1440, 940, True, "state", "#hits-title"),
+    ("dashboard_desktop_dark.png", 1440, 820, True, "state", ".third"),
     ("dashboard_phone.png", 390, 844, False, "state", "body"),
 )
 

@@ -357,18 +357,35 @@ def test_everything_is_reached_by_keyboard(page: Page) -> None:
     page.until("document.activeElement.className === 'pin'")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_what_is_listed_anew_keeps_its_elements_and_the_focus(page: Page) -> None:
+    kept = page.value("""(async () => {
+        const { element, keyed } = await import("/static/elements.js");
+        const list = document.body.appendChild(element("div"));
+        const add = (one, name) => one.append(name);
+        const show = (names) => keyed(list, names, String, () => element("button"), add);
+        show(["a", "b", "c"]);
+        const last = list.lastElementChild;
+        last.focus();
+        show(["d", "c", "a"]);
+        return [list.innerText, document.activeElement === last, list.children[1] === last];
+    })()""")
+    assert kept == ["dccaa", True, True]
+
+
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_axe_finds_nothing_to_be_wrong(
-    browser: Chromium, server: AdminServer, scene: Scene, size: tuple[int, int], dark: bool
+    browser: Chromium, server: AdminServer, scene: Scene, size: tuple[int, int]
 ) -> None:
-    with browser.page(*size, dark=dark) as page:
+    with browser.page(*size) as page:
         opened(page, server)
         page.value("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-        assert page.value("document.documentElement.scrollWidth") == size[0]
-        assert violations(page) == []
-        page.click("#token-open")
-        assert violations(page, "#token-dialog") == []
+        for dark in (False, True):
+            page.show(*size, dark=dark)
+            assert page.value("document.documentElement.scrollWidth") == size[0]
+            assert violations(page) == []
+            page.click("#token-open")
+            assert violations(page, "#token-dialog") == []
+            page.press("Escape")
 
 
 def test_light_and_dark_are_chosen_by_hand_too(page: Page, server: AdminServer) -> None:
