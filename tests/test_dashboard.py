@@ -6,6 +6,7 @@ import json
 import platform
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,27 @@ def test_pinning_needs_a_token_and_says_so(page: Page, server: AdminServer) -> N
     opened(page, server)
     page.until("document.querySelector('#token-open').innerText === 'Token…'")
     assert page.text("#state") == "Serving"
+
+
+def test_looking_from_elsewhere_asks_for_a_token(
+    browser: Chromium, server: AdminServer, scene: Scene
+) -> None:
+    with browser.page(*DESKTOP) as page:
+        # As of a proxy, behind which nobody is of this machine.
+        page.ask("Network.setExtraHTTPHeaders", headers={"X-Forwarded-For": "192.0.2.1"})
+        page.open(f"{server.url}/")
+        page.until("document.querySelector('#state').innerText === 'A token is needed'")
+        assert page.text("#token-why") == "Looking from another machine needs a token."
+        page.write(server.tokens["read"])
+        page.press("Enter")
+        page.until("document.querySelector('#state').innerText === 'Serving'")
+        page.until("document.querySelector('#prefixes tr') !== null")
+        until = time.monotonic() + 20
+        while not page.value("document.querySelector('#events li') !== null"):
+            assert time.monotonic() < until, "no event is shown"
+            scene.serve()
+            time.sleep(0.2)
+        scene.rest()
 
 
 def test_prefixes_are_pinned_unpinned_and_evicted_with_a_token(page: Page, server: AdminServer) -> None:

@@ -8,10 +8,11 @@ import { duration } from "./format.js";
 const HEIGHT = 168;
 const MARGIN = { top: 10, right: 8, bottom: 20, left: 46 };
 const LEAST_SPAN = 120;
+/** Of an axis that goes as far as its values: half of it is a whole number, too. */
+const LEAST_MOST = 10;
 
 /** A value that is round and no smaller: 1, 2 or 5 times a power of ten. */
 function roundUp(value) {
-  if (value <= 0) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.9999);
 }
@@ -81,7 +82,7 @@ export class TimeChart {
       this.#most ??
       roundUp(
         Math.max(
-          0,
+          LEAST_MOST,
           ...this.#points.map(({ values }) =>
             values === null ? 0 : this.#series.reduce((sum, { key }) => sum + values[key], 0),
           ),
