@@ -40,8 +40,6 @@ __all__ = ["OperatorAnswers"]
 
 _PACKAGE: Final = logging.getLogger(__name__.partition(".")[0])
 """The logger that all of kvpager's are under."""
-
-
 _LOG_LEVEL: Final = "log_level"
 _LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 _SETTINGS: Final = (*(one.name for one in fields(StoreSettings)), _LOG_LEVEL)

@@ -55,7 +55,7 @@ class ColdState:
     Args:
         kind: ``redis`` or ``disk``.
         condition: how it does.
-        since: since when, seconds since 1970.
+        since: since when it is ready, or in whichever way is not, seconds since 1970.
     """
 
     kind: str
@@ -192,7 +192,10 @@ class ColdLink:
             return
         if condition is ColdCondition.FULL:
             _log.warning("%s", _WHY[condition])
-        self._condition, self._since = condition, time.time()
+        # A tier that stalled is soon called down: it is the same trouble.
+        if ColdCondition.READY in (condition, self._condition):
+            self._since = time.time()
+        self._condition = condition
 
 
 def _answers(status: StatusArray) -> bool:

@@ -51,7 +51,7 @@ class BlockPool:
         """A copy to host memory is being made: its bytes must stay."""
         self.index: dict[bytes, int] = {}
         self.depths = np.zeros(capacity, dtype=np.int32)
-        """1-based index in its chain of each named block, and"""
+        """Of named blocks, the 1-based index of each in its chain, and"""
         self._parents = np.full(capacity, None, dtype=object)
         """the hash of the block before it there, zeros for the first one."""
         self._hashes = np.full(capacity, None, dtype=object)
@@ -196,8 +196,6 @@ class BlockPool:
     def _set_unnamed(self, ids: Ids) -> None:
         at = ids.astype(np.intp)
         self._hashes[at] = None
-        self._parents[at] = None
-        self.depths[at] = 0
         self._named[at] = False
 
     def withdraw(self, block: int) -> None:
@@ -228,9 +226,8 @@ class BlockPool:
         named = np.array([name is not None for name in self._hashes])
         if not np.array_equal(named, self._named):
             raise IntegrityError("a device block has a hash and is not said to be named, or the reverse")
-        lone = np.array([parent is None for parent in self._parents])
-        if not np.array_equal(named, ~lone) or not np.array_equal(named, self.depths > 0):
-            raise IntegrityError("a device block has a hash and no lineage, or the reverse")
+        if (self.depths[named] < 1).any():
+            raise IntegrityError("a device block has a hash and no place in a chain")
         for block in self.index.values():
             parent = self.index.get(self._parents[block])
             if parent is not None and self.depths[parent] + 1 != self.depths[block]:

@@ -194,14 +194,15 @@ class HostSpace(SlotSpace):
         """`match` that trusts its arguments: for names that were looked at already."""
         shared = self._shared
         with shared.lock():
-            lease = self._lease_leading(hashes)
-            if len(lease):
-                self._records.lineage.found(lease.slots.astype(np.intp), hashes, start)
-            shared.stats.matched += len(lease)
-            shared.stats.matched_tokens += len(lease) * self.layout.block_size
-            shared.stats.missed += len(hashes) - len(lease)
-            self._tenant.stats.matched += len(lease)
-            self._tenant.stats.missed += len(hashes) - len(lease)
+            lease, at = self._lease_leading(hashes)
+            found = len(at)
+            if found:
+                self._records.lineage.found(at, hashes, start)
+            shared.stats.matched += found
+            shared.stats.matched_tokens += found * self.layout.block_size
+            shared.stats.missed += len(hashes) - found
+            self._tenant.stats.matched += found
+            self._tenant.stats.missed += len(hashes) - found
         if cold_deadline is not None and len(lease) < len(hashes):
             with shared.cold.use() as cold:
                 if cold is not None:
@@ -212,7 +213,7 @@ class HostSpace(SlotSpace):
         """`match` that does not count hits and misses."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         with self._shared.lock():
-            return self._lease_leading(hashes)
+            return self._lease_leading(hashes)[0]
 
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once.
@@ -896,11 +897,13 @@ class HostSpace(SlotSpace):
         slots = np.array([index[hashes[at]] for at in there], dtype=np.int32)
         return np.array(there, dtype=np.int64), slots
 
-    def _lease_leading(self, hashes: Sequence[bytes]) -> Lease:
+    def _lease_leading(self, hashes: Sequence[bytes]) -> tuple[Lease, npt.NDArray[np.intp]]:
+        """A lease of the leading resident blocks, and its slots as indices, which are made once."""
         self._shared.check_open()
         slots = self._records.resident(hashes)
         self._records.take_leases(slots)
-        return Lease(self, slots, self._records.generations[slots.astype(np.intp)])
+        at = slots.astype(np.intp)
+        return Lease(self, slots, self._records.generations[at]), at
 
     def _drop_leases(self, slots: Ids) -> None:
         if self._records.drop_leases(slots, self._shared.clock.tick()):

@@ -422,8 +422,8 @@ class TieredStore:
         if names:
             first = before // self.layout.block_size
             columns = np.arange(first, first + len(names), dtype=np.int64)
-            rows = np.full(len(names), row, dtype=np.int64)
-            self._publish(rows, columns, *self._chains.named(rows, columns))
+            lineage = Lineage.of_chain(names, ChainPlace.at(self._chains.hashes(row), first))
+            self._publish(np.full(len(names), row, dtype=np.int64), columns, names, lineage)
 
     def append(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
         """The KV of one more token of each row is written.

@@ -221,9 +221,9 @@ def test_random_trees_count_as_loops_over_them_do(host: HostStore, view: RecordV
     tree = trees(view)
     parent = {name: (one[at - 1] if at else None) for one in chains for at, name in enumerate(one)}
     children: dict[bytes, list[bytes]] = {name: [] for name in parent}
-    for name, before in parent.items():
-        if before is not None:
-            children[before].append(name)
+    for name, above in parent.items():
+        if above is not None:
+            children[above].append(name)
 
     def below(name: bytes) -> set[bytes]:
         return {name}.union(*(below(one) for one in children[name]))
@@ -233,10 +233,10 @@ def test_random_trees_count_as_loops_over_them_do(host: HostStore, view: RecordV
         assert node is not None
         ends = sum(not children[one] for one in below(name))
         assert int(tree.continuations[node]) == ends
-        own, before = below(name), parent[name]
-        while before is not None and len(children[before]) == 1:
-            own.add(before)
-            before = parent[before]
+        own, above = below(name), parent[name]
+        while above is not None and len(children[above]) == 1:
+            own.add(above)
+            above = parent[above]
         assert set(tree.names(tree.own(node))) == own
         assert int(tree.own_count[node]) == len(own)
 

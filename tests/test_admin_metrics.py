@@ -17,6 +17,8 @@ from kvpager.tests.admin_server import AdminServer, prompt, store_prompt
 from kvpager.tests.raw_client import LAYOUT
 from prometheus_client.parser import text_string_to_metric_families
 
+pytestmark = pytest.mark.xdist_group("admin metrics")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminServer]:

@@ -20,6 +20,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 
 from schemathesis.specs.openapi.checks import ignored_auth  # noqa: E402  where it is installed
 
+pytestmark = pytest.mark.xdist_group("admin openapi")
 ENDLESS = "/v1/events"
 SETTINGS: dict[str, Any] = {
     "deadline": None,

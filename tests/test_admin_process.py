@@ -23,6 +23,8 @@ from kvpager.tests.raw_client import LAYOUT, await_true
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tiers.errors import ServiceUnavailableError
 
+pytestmark = pytest.mark.xdist_group("admin process")
+
 
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()

@@ -15,6 +15,7 @@ from kvpager.kvstore.control import EngineReport
 from kvpager.tests.admin_server import ROOT, AdminServer, prompt, store_prompt
 from kvpager.tests.raw_client import LAYOUT, await_true
 
+pytestmark = pytest.mark.xdist_group("admin routes")
 BLOCK = LAYOUT.block_bytes
 
 
@@ -55,7 +56,7 @@ def host(server: AdminServer, tenant: str) -> dict[str, Any]:
 def test_the_status_tells_what_the_sidecar_is_and_has(server: AdminServer, engine: Connection) -> None:
     store_prompt(engine, prompt(1, 3), tenant="rich")
     status = server.get("/v1/status")
-    assert status["boot_id"] == engine.boot_id.hex()
+    assert bytes.fromhex(status["boot_id"]) == engine.boot_id
     assert status["pid"] == server.serve.running.pid
     assert (status["tiers"], status["role"], status["draining"]) == (["host", "cold"], "read", False)
     assert status["cold"]["kind"] == "disk"
@@ -76,7 +77,12 @@ def test_a_tier_tells_who_fills_it(server: AdminServer, engine: Connection) -> N
     parts = ("idle", "leased", "pinned", "reserved")
     assert tier["used_bytes"] == sum(tier[f"{part}_bytes"] for part in parts)
     assert [one["tier"] for one in server.get("/v1/tiers")["items"]] == ["host", "cold"]
-    assert {flow["source"] for flow in server.get("/v1/tiers/cold")["flows"]} == {"host", "cold"}
+    engine.flush()
+    cold = server.get("/v1/tiers/cold")
+    assert {flow["source"] for flow in cold["flows"]} == {"host", "cold"}
+    assert cold["capacity_bytes"] == 64 << 20
+    assert cold["used_bytes"] + cold["free_bytes"] == cold["capacity_bytes"]
+    assert cold["used_bytes"] >= 5 * BLOCK
     assert server.ask("GET", "/v1/tiers/device").status_code == 404
 
 

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+pytestmark = pytest.mark.xdist_group("admin safety")
 HASH = "0" * 32
 ROOT = {"root": HASH}
 CHANGES = [

@@ -320,11 +320,13 @@ class TestWantOfMemory:
                 "host_bytes: the arena stays at 0 B of 8.0 MiB for now: the next extent needs 4.0 MiB, "
                 "and only 2.0 MiB is memory available on this machine"
             )
+            assert arena.shortage == str(raised.value)
             assert arena.take_extent() is None
             arena.check_integrity()
             have(600)
             assert arena.take_extent(timeout=20) == 0
             assert arena.wait_ready(timeout=20)
+            assert not arena.shortage
         assert [record.message for record in caplog.records] == [str(raised.value)]
 
     @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from kvpager.api.messages import (
     Stats,
     Unpin,
 )
+from kvpager.api.operator_messages import GetStatus, Status
 from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.host import HostStore
 from kvpager.tests.crash_workers import KEPT, NEVER, Holder, Killable, Worker, block_of, name_of, read, write
@@ -419,6 +420,9 @@ def test_damaged_records_are_not_believed_and_their_slots_wait_for_who_had_them(
                 space = client.open()
                 host = client.call(GetStats(), Stats).values["host"]
                 assert (host["adopted"], host["damaged"]) == (6, 2)
+                (part,) = client.call(GetStatus(), Status).values["degraded"]
+                assert part["part"] == "records"
+                assert part["reason"].startswith("the records of 2 slots were damaged")
                 assert counts(client)["leased"] == 3
                 assert len(client.call(Match(space, names(base, 8), 0.0), Leased).slots) == 1
                 bad = kept.slots[[1, 5]]
@@ -438,6 +442,7 @@ def test_damaged_records_are_not_believed_and_their_slots_wait_for_who_had_them(
                 assert not granted() & held
                 reader.kill()
                 await_true(lambda: len(granted()) == HOST // LAYOUT.block_bytes)
+                assert client.call(GetStatus(), Status).values["degraded"] == ()
         errors = capfd.readouterr().err
         assert "2 records of a space of KVLayout(" in errors
         assert "2 slots have damaged records; they are free when 1 processes are gone" in errors

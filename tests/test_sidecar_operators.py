@@ -216,7 +216,10 @@ def test_the_status_says_which_parts_are_degraded(tmp_path: Path, monkeypatch: p
         for fault, state in ((ColdStatus.LATE, "stalled"), (ColdStatus.FULL, "full")):
             cold.fault = fault
             wait_for(state)
-            assert degraded("cold") is not None
+            other = degraded("cold")
+            assert other is not None
+            assert other["since"] == found["since"]
+            assert other["reason"] != found["reason"]
         host.space(LAYOUT).purge(names(0, 1), deadline=1.0)
         cold.fault = None
         wait_for("ready")

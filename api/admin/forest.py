@@ -95,9 +95,10 @@ class Tree:
 
     def name(self, node: int) -> bytes:
         """The hash of a node."""
-        return self.blocks.hashes[node].tobytes()
+        name: bytes = self.blocks.hashes[node].tobytes()
+        return name
 
-    def names(self, nodes: Sequence[int]) -> list[bytes]:
+    def names(self, nodes: Sequence[int] | _Nodes) -> list[bytes]:
         """The hashes of nodes."""
         names: list[bytes] = self.blocks.hashes[np.asarray(nodes, dtype=np.int64)].tolist()
         return names

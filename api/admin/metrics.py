@@ -207,6 +207,13 @@ class _Collector(Collector):
         spaces = self._status["spaces"]
         used = sum((space["resident"] + space["reserved"]) * space["block_bytes"] for space in spaces)
         yield _gauge("host_used_bytes", "Host memory with blocks in it.", [], [([], used)])
+        sizes = self._cold or {}
+        yield _gauge(
+            "cold_bytes",
+            "Bytes of a cold tier on disk.",
+            ["state"],
+            [([name], sizes[f"{name}_bytes"]) for name in ("used", "capacity") if f"{name}_bytes" in sizes],
+        )
         if self._occupancy is not None:
             runs = self._occupancy.free_runs
             yield _gauge(

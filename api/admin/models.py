@@ -83,8 +83,8 @@ MOST_PAGE: Final = 1000
 """Of what is listed at a time."""
 MOST_TOKENS: Final = 1 << 17
 """Of one prompt that is looked up."""
-_MOST_COUNT: Final = 1 << 62
-"""A number that JSON's readers hold exactly, as integer or float."""
+_MOST_COUNT: Final = 1 << 53
+"""Of what is sent: a number that every reader of JSON holds exactly."""
 _MOST_WAIT: Final = 60.0
 """What a request of the sidecar waits at most."""
 _MOST_DEADLINE: Final = 600.0
@@ -101,9 +101,9 @@ Hex = Annotated[
     StringConstraints(pattern=r"^[0-9a-f]{32}$"),
     Field(description="16 bytes as 32 lower-case hex digits", examples=[_HASH]),
 ]
-Bytes = Annotated[int, Field(ge=0, le=_MOST_COUNT, description="bytes", examples=[8_589_934_592])]
-Blocks = Annotated[int, Field(ge=0, le=_MOST_COUNT, description="blocks", examples=[40_960])]
-Tokens = Annotated[int, Field(ge=0, le=_MOST_COUNT, description="tokens", examples=[2048])]
+Bytes = Annotated[int, Field(ge=0, description="bytes", examples=[8_589_934_592])]
+Blocks = Annotated[int, Field(ge=0, description="blocks", examples=[40_960])]
+Tokens = Annotated[int, Field(ge=0, description="tokens", examples=[2048])]
 Seconds = Annotated[float, Field(ge=0, description="seconds", examples=[1.5])]
 Share = Annotated[float, Field(ge=0, le=1, description="a share, from 0 to 1")]
 Wait = Annotated[float, Field(gt=0, le=_MOST_WAIT, description="seconds that it may take", examples=[30.0])]
@@ -236,7 +236,7 @@ class Space(_Answer):
     format: str = Field(examples=["swizzled"])
     planes: int = Field(examples=[2])
     window: int | None = Field(description="tokens of its window; null: none", examples=[None])
-    scale_bytes: int = Field(examples=[0])
+    scale_bytes: int = Field(description="of a head's rows of a block, in bytes", examples=[0])
     block_bytes: Bytes = Field(examples=[2_097_152])
     extents: int = Field(ge=0, description="extents that it has now", examples=[3])
     resident_blocks: Blocks
@@ -595,8 +595,10 @@ class EngineState(_Answer):
     block_bytes: Bytes
     device_blocks: Blocks = Field(description="that its device memory holds")
     device_held_blocks: Blocks = Field(description="of them, those that running sequences have")
-    to_device_bytes_per_second: float = Field(ge=0, examples=[21_474_836_480.0])
-    from_device_bytes_per_second: float = Field(ge=0, examples=[1_073_741_824.0])
+    to_device_bytes_per_second: float = Field(
+        ge=0, description="lately, in its own words", examples=[21_474_836_480.0]
+    )
+    from_device_bytes_per_second: float = Field(ge=0, description="likewise", examples=[1_073_741_824.0])
     sessions: int = Field(ge=0, examples=[1000])
     age_seconds: Seconds = Field(description="since it said so, in seconds")
 

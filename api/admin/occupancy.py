@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,8 @@ _FINEST: Final = 4096
 _Doubles = npt.NDArray[np.float64]
 
 
-class SpaceTotals(NamedTuple):
+@dataclass(frozen=True)
+class SpaceTotals:
     """How many slots of a space are what, and how many committed ones have no copy in the cold tier."""
 
     free: int
@@ -41,8 +42,14 @@ class SpaceTotals(NamedTuple):
     idle: int
     dirty: int
 
+    @property
+    def held(self) -> int:
+        """Slots with a block in them, or one on its way."""
+        return self.reserved + self.leased + self.pinned + self.idle
 
-class FreeRuns(NamedTuple):
+
+@dataclass(frozen=True)
+class FreeRuns:
     """Stretches of the arena with no block in them, over the ends of extents, too."""
 
     count: int
@@ -154,7 +161,7 @@ def look(view: RecordView) -> Occupancy:
         dirty = committed & ~use.in_cold
         counts = np.bincount(kinds.ravel(), minlength=len(KINDS))
         kept.append(space)
-        totals.append(SpaceTotals(*counts.tolist(), int(np.count_nonzero(dirty))))
+        totals.append(SpaceTotals(**dict(zip(KINDS, counts.tolist(), strict=True)), dirty=int(dirty.sum())))
         block_bytes = space.layout.block_bytes
         owners.append(parts.add(use.extents, kinds, dirty, np.where(committed, use.used_at, 0), block_bytes))
         runs.add(use.extents, kinds == _FREE, block_bytes)

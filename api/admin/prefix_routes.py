@@ -246,7 +246,7 @@ async def evict(asked: EvictRequest, admin: AdminHere) -> Evicted:
     if not (restricted or asked.older_than_seconds or asked.most_bytes or asked.everything):
         raise HTTPException(HTTPStatus.CONFLICT, "nothing restricts what is to go: say what, or `everything`")
     await _refuse_unknown(admin, asked)
-    if asked.tier == TierName.COLD:
+    if asked.tier == "cold":
         await admin.refuse_without_cold()
     names: list[bytes] = []
     for one in asked.prefixes:

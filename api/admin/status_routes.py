@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -98,17 +99,17 @@ def tiers_of(facts: Facts) -> list[TierName]:
     ]
 
 
-def cold_of(values: dict[str, Any]) -> ColdTier | None:
+def cold_of(values: Mapping[str, Any]) -> ColdTier | None:
     """The cold tier that `Status` tells of."""
     cold = values.get("cold")
     return None if cold is None else ColdTier(kind=cold["kind"], url=cold["url"], state=cold["state"])
 
 
-def _degraded(values: dict[str, Any]) -> list[DegradedPart]:
+def _degraded(values: Mapping[str, Any]) -> list[DegradedPart]:
     return [DegradedPart(**one) for one in values["degraded"]]
 
 
-def _space(values: dict[str, Any]) -> Space:
+def _space(values: Mapping[str, Any]) -> Space:
     layout = (
         "id", "tenant", "shard", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "format",
         "planes", "scale_bytes", "block_bytes", "extents",

@@ -108,7 +108,7 @@ async def tier_map(
         cells=_cells(sums, occupancy.capacity_bytes, facts),
         free_bytes=occupancy.capacity_bytes
         - sum(
-            (sum(totals[:-1]) - totals.free) * space.layout.block_bytes
+            totals.held * space.layout.block_bytes
             for space, totals in zip(occupancy.spaces, occupancy.totals, strict=True)
         ),
         largest_free_run_bytes=occupancy.free_runs.largest_bytes,
@@ -207,14 +207,16 @@ def _device(facts: Facts) -> Tier:
 
 
 def _cold(facts: Facts) -> Tier:
+    sizes = facts.stats.get("cold", {})
+    capacity, used = sizes.get("capacity_bytes"), sizes.get("used_bytes")
     reason = next((one["reason"] for one in facts.status["degraded"] if one["part"] == "cold"), None)
     return Tier(
         tier=TierName.COLD,
         state="ready" if reason is None else "degraded",
         reason=reason,
-        capacity_bytes=None,
-        used_bytes=None,
-        free_bytes=None,
+        capacity_bytes=capacity,
+        used_bytes=used,
+        free_bytes=None if capacity is None or used is None else max(0, capacity - used),
         idle_bytes=None,
         leased_bytes=None,
         pinned_bytes=None,
