@@ -57,6 +57,13 @@ def measure_cold(url: str, seconds: float) -> list[Measurement]:
         ConfigError: the URL names no cold tier.
         ColdTierError: it cannot be used.
     """
+    try:
+        return _measured(url, seconds)
+    except OSError as error:  # TimeoutError is one
+        raise ColdTierError(f"cannot be used: {error.strerror or error}") from error
+
+
+def _measured(url: str, seconds: float) -> list[Measurement]:
     folder = cold_folder(url)
     blocks = np.random.default_rng(0).integers(0, 256, (_BLOCKS, BLOCK.block_bytes), np.uint8)
     back = np.zeros_like(blocks)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ..tiers.errors import ConfigError
 from ..tiers.memory import format_bytes
-from .config_file import CONFIG_VARIABLE, TABLE, config_path, likely, read_config
+from .config_file import CONFIG_VARIABLE, TABLE, config_path, nearest, read_config
 from .option_words import in_options
 from .serve_settings import (
     COLD_SECRET_VARIABLE,
@@ -112,15 +112,10 @@ def _words(name: str, value: object) -> str:
 
 def _mistaken(environment: Mapping[str, str]) -> list[str]:
     """Variables that look like one of the settings, and are none: nobody else would say so."""
-    known = {one.variable.lower(): one.variable for one in SERVE_SETTINGS}
-    found = []
-    for name in environment:
-        if not name.startswith("KVPAGER_") or name in _OTHERS or name.lower() in known:
-            continue
-        near = likely(name, known)
-        if near:
-            found.append(f"${name} is no setting{near.upper().replace(' WAS MEANT?', ' was meant?')}")
-    return found
+    known = {one.variable for one in SERVE_SETTINGS}
+    unknown = [name for name in environment if name.startswith("KVPAGER_") and name not in known | _OTHERS]
+    nearly = {name: nearest(name, known) for name in unknown}
+    return [f"${name} is no setting; did you mean ${near}?" for name, near in nearly.items() if near]
 
 
 def _check(options: argparse.Namespace) -> int:

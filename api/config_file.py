@@ -17,7 +17,7 @@ from typing import Any, Final
 from ..tiers.errors import ConfigError
 from ..tiers.settings import expect_path, shown
 
-__all__ = ["CONFIG_VARIABLE", "TABLE", "ConfigFile", "config_path", "likely", "read_config"]
+__all__ = ["CONFIG_VARIABLE", "TABLE", "ConfigFile", "config_path", "nearest", "read_config"]
 
 CONFIG_VARIABLE: Final = "KVPAGER_CONFIG"
 """The environment variable that names the file where ``--config`` does not."""
@@ -106,7 +106,7 @@ def _checked(path: str, lines: _Lines, tables: Mapping[str, Any], known: set[str
             problems.append(ConfigError(where, f"belongs below [{TABLE}]"))
         else:
             what = "table" if isinstance(value, dict) else "key"
-            problems.append(ConfigError(where, f"is no {what} that is known{likely(name, {TABLE, *known})}"))
+            problems.append(ConfigError(where, f"is no {what} that is known{_advice(name, {TABLE, *known})}"))
     section = tables.get(TABLE)
     given: dict[str, tuple[object, str]] = {}
     for key, value in (section if isinstance(section, dict) else {}).items():
@@ -114,16 +114,21 @@ def _checked(path: str, lines: _Lines, tables: Mapping[str, Any], known: set[str
         if key in known:
             given[key] = value, where
         else:
-            problems.append(ConfigError(where, f"is no setting of kvpager serve{likely(key, known)}"))
+            problems.append(ConfigError(where, f"is no setting of kvpager serve{_advice(key, known)}"))
     return ConfigFile(path, given, tuple(problems))
 
 
-def likely(word: str, known: Iterable[str]) -> str:
-    """What was probably meant by an unknown word, for the end of a message; empty where nothing is near."""
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """What was probably meant by an unknown word; None where nothing is near."""
     from difflib import get_close_matches
 
-    near = get_close_matches(word.lower().replace("-", "_"), list(known), 1)
-    return f"; {near[0]} was meant?" if near else ""
+    return next(iter(get_close_matches(word.replace("-", "_"), list(known), 1)), None)
+
+
+def _advice(word: str, known: Iterable[str]) -> str:
+    """The same for the end of a message."""
+    near = nearest(word.lower(), known)
+    return f"; did you mean {near}?" if near else ""
 
 
 class _Lines:

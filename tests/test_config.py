@@ -114,7 +114,7 @@ def test_an_empty_variable_counts_as_none(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('host_byte = "8G"', "host_byte: is no setting of kvpager serve; host_bytes was meant?"),
+        ('host_byte = "8G"', "host_byte: is no setting of kvpager serve; did you mean host_bytes?"),
         ("nonsense = 1", "nonsense: is no setting of kvpager serve"),
         ('host_bytes = "much"', "host_bytes: must be a size like 8G, 512M or 1.5G, got 'much'"),
         ("host_bytes = true", "host_bytes: must be a size like 8G, 512M or 1.5G, got True"),
@@ -146,8 +146,8 @@ def test_a_check_says_all_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["config", "check", str(file)]) == 1
     assert capsys.readouterr().err.splitlines() == [
         f"kvpager config: {file}, line 1: drain: belongs below [serve]",
-        f"kvpager config: {file}, line 2: serv: is no table that is known; serve was meant?",
-        f"kvpager config: {file}, line 6: quite: is no setting of kvpager serve; quiet was meant?",
+        f"kvpager config: {file}, line 2: serv: is no table that is known; did you mean serve?",
+        f"kvpager config: {file}, line 6: quite: is no setting of kvpager serve; did you mean quiet?",
         f"kvpager config: {file}, line 4: host_bytes: must be a size like 8G, 512M or 1.5G, got 'x'",
         f"kvpager config: {file}, line 5: quiet: must be true or false, got 1",
     ]
@@ -191,7 +191,7 @@ def test_a_variable_that_is_nearly_one_is_mentioned(
     monkeypatch.setenv("KVPAGER_OPTIONS", "--quiet")
     assert main(["config", "show"]) == 0
     assert capsys.readouterr().err == (
-        "kvpager config: $KVPAGER_HOST_BYTE is no setting; KVPAGER_HOST_BYTES was meant?\n"
+        "kvpager config: $KVPAGER_HOST_BYTE is no setting; did you mean $KVPAGER_HOST_BYTES?\n"
     )
 
 
@@ -261,7 +261,7 @@ def test_a_start_without_a_file_imports_no_toml(tmp_path: Path) -> None:
             "-c",
             "import sys; from kvpager.api.cli import main\n"
             "code = main(['serve', '--drain', '-1'])\n"
-            "unwanted = {'tomllib', 'difflib', 'shtab', 'rich', 'http.client'}\n"
+            "unwanted = {'tomllib', 'shtab', 'rich', 'http.client'}\n"
             "sys.exit(code + 10 * len(unwanted & set(sys.modules)))",
         ],
         env={**os.environ, "PYTHONSAFEPATH": "1"},
