@@ -84,6 +84,8 @@ class LRUPolicy:
             grown = np.zeros(capacity, dtype=np.int64)
             grown[: len(self._place)] = self._place
             self._place = grown
+        if not self._tail:
+            self._log = np.empty(max(64, 2 * capacity), dtype=np.int32)
 
     def insert(self, ids: Ids) -> None:
         count = len(ids)

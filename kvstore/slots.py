@@ -23,7 +23,8 @@ nobody is left who might write there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +32,11 @@ import numpy.typing as npt
 from ..tiers.arena import SlotAllocator
 from ..tiers.errors import ConfigError, IntegrityError
 from .handles import Generations, ReserveStatus, all_different, first_generations
-from .hashing import HASH_BYTES, leading
 from .lineage import Lineage
+from .name_index import NameIndex, Names, name_array
 from .policy import EvictionPolicy, Ids
 from .slot_arrays import SlotArrays, SlotState
+from .slot_crc import Crcs, SlotCrc
 from .slot_lineage import SlotLineage
 from .slot_looks import SlotLooks
 
@@ -48,7 +50,11 @@ _DAMAGED: Final = int(SlotState.DAMAGED)
 _PURGED: Final = int(SlotState.PURGED)
 _VOID: Final = int(SlotState.VOID)
 
-_NAME: Final = f"V{HASH_BYTES}"
+_Places: TypeAlias = npt.NDArray[np.integer[Any]]
+"""Slots, int [n] of any kind."""
+_TOGETHER: Final = 1 << 16
+"""Slots whose records are looked at together."""
+_PRESENT: Final = int(ReserveStatus.PRESENT)
 _DENIED: Final = int(ReserveStatus.DENIED)
 
 
@@ -104,7 +110,7 @@ class SlotRecords:
 
     Attributes:
         extents: the extents that the space has.
-        index: hash to slot, of committed blocks.
+        index: finds the slots of committed blocks by their hashes.
         pending: hash to slot, of reserved ones.
         generations: int64 [capacity], raised with every grant.
         leases: int32 [capacity], pins included.
@@ -124,7 +130,7 @@ class SlotRecords:
         arrays = arrays or SlotArrays.alone(capacity, num_extents)
         self.slots_per_extent = slots_per_extent
         self.extents: set[int] = set()
-        self.index: dict[bytes, int] = {}
+        self.index = NameIndex(arrays.hashes)
         self.pending: dict[bytes, int] = {}
         self.generations = arrays.generations
         self.leases = np.zeros(capacity, dtype=np.int32)
@@ -193,8 +199,7 @@ class SlotRecords:
         Raises:
             ConfigError: a hash is named twice.
         """
-        found = leading(self.index, hashes)
-        slots = np.array(found, dtype=np.int32)
+        slots = self.index.leading(hashes)
         if not all_different(slots):
             raise ConfigError("hashes", "a hash is named twice; a prefix names each of its blocks once")
         return slots
@@ -296,8 +301,7 @@ class SlotRecords:
             int32 [n] and int32 [m]: slots that had one, and slots that had timed ones alone; their leases are
             to be dropped.
         """
-        found = {self.index[name] for name in hashes if name in self.index}
-        slots = np.array(sorted(found), dtype=np.int32)
+        slots = np.unique(self._found(hashes))
         lasting = self._pins[slots] > 0
         timed = slots[~lasting & (self._timed[slots] > 0)]
         slots = slots[lasting]
@@ -313,8 +317,12 @@ class SlotRecords:
 
     def demote(self, hashes: Sequence[bytes]) -> int:
         """Those of these blocks that nobody leases go first, a prefix's last ones before; how many."""
-        found = {self.index[name]: None for name in hashes if name in self.index}
-        return self._policy.demote(np.array(list(found)[::-1], dtype=np.int32))
+        return self._policy.demote(self._found(list(dict.fromkeys(hashes)))[::-1])
+
+    def _found(self, hashes: Sequence[bytes]) -> Ids:
+        """The slots of those of these that are committed."""
+        slots, found = self.index.find(hashes)
+        return slots[found]
 
     # Writing
 
@@ -324,19 +332,17 @@ class SlotRecords:
         Returns:
             the status, int32 [n] the slots of what is present, and the positions that want a slot.
         """
+        slots, present = self.index.find(hashes)
         status = np.full(len(hashes), _DENIED, dtype=np.uint8)
-        slots = np.zeros(len(hashes), dtype=np.int32)
-        known = self.index.keys(), self.pending.keys()
-        if all(names.isdisjoint(hashes) for names in known) and len(set(hashes)) == len(hashes):
-            return status, slots, np.arange(len(hashes))
+        status[present] = _PRESENT
+        left = np.flatnonzero(~present)
+        names = hashes if len(left) == len(hashes) else [hashes[at] for at in left.tolist()]
+        if self.pending.keys().isdisjoint(names) and len(set(names)) == len(names):
+            return status, slots, left
         wanted: list[int] = []
         asked: set[bytes] = set()
-        for at, name in enumerate(hashes):
-            slot = self.index.get(name)
-            if slot is not None:
-                status[at] = ReserveStatus.PRESENT
-                slots[at] = slot
-            elif name in self.pending or name in asked:
+        for at, name in zip(left.tolist(), names, strict=True):
+            if name in self.pending or name in asked:
                 status[at] = ReserveStatus.PENDING
             else:
                 asked.add(name)
@@ -360,7 +366,7 @@ class SlotRecords:
         """Slots that were taken are granted for blocks of these names, and of this lineage if it is known."""
         if not names:
             return
-        hashes = np.frombuffer(b"".join(names), dtype=_NAME)
+        hashes = name_array(names)
         at = slots.astype(np.intp)
         generations = self.generations[at] + 1
         self.lineage.grant(at, lineage)
@@ -382,7 +388,7 @@ class SlotRecords:
         names = self.names(slots)
         for name in names:
             del self.pending[name]
-        self.index.update(zip(names, slots.tolist(), strict=True))
+        self.index.add(slots)
         at = slots.astype(np.intp)
         self.in_cold[at] = in_cold
         self._used_at[at] = now
@@ -464,15 +470,14 @@ class SlotRecords:
     def _forget(self, slots: Ids) -> Evicted:
         """Free blocks that the policy ranks no more."""
         names = self.names(slots)
-        for name in names:
-            del self.index[name]
+        self.index.remove(slots)
         lost = int(np.count_nonzero(~self.in_cold[slots]))
         self._set_state(slots, _COMMITTED, _FREE)
         self.in_cold[slots] = False
         self._free.free(slots)
         return Evicted(names, lost)
 
-    def _seal(self, slots: Ids, hashes: npt.NDArray[np.void], generations: Generations, state: int) -> None:
+    def _seal(self, slots: _Places, hashes: Names, generations: Generations, state: int) -> None:
         """Write the CRCs of records that have, or will have, these fields."""
         crcs, crc = self._arrays.crcs, self._arrays.crc
         if crcs is not None and crc is not None:
@@ -492,15 +497,16 @@ class SlotRecords:
         Args:
             hashes: of blocks that are to go; None: all there are.
         """
-        found: list[Ids] = []
-        names: list[bytes] = []
-        for book in (self.index, self.pending):
-            chosen = (
-                list(book) if hashes is None else [name for name in dict.fromkeys(hashes) if name in book]
-            )
-            found.append(np.fromiter((book.pop(name) for name in chosen), np.int32, len(chosen)))
-            names += chosen
-        committed, reserved = found
+        if hashes is None:
+            committed = self.committed_slots
+            pending = list(self.pending)
+        else:
+            hashes = list(dict.fromkeys(hashes))
+            committed = self._found(hashes)
+            pending = [name for name in hashes if name in self.pending]
+        names = self.names(committed) + pending
+        self.index.remove(committed)
+        reserved = np.array([self.pending.pop(name) for name in pending], dtype=np.int32)
         self._policy.remove(committed)
         self.leases[committed] -= self._pins[committed] + self._timed[committed]
         self._pins[committed] = self._timed[committed] = 0
@@ -537,15 +543,16 @@ class SlotRecords:
         """Up to `limit` of the blocks that have no copy in the cold tier: those that would be evicted first.
 
         In the order of eviction, a prefix's root after its leaves: a cold tier that must make room forgets
-        what was written first. What is leased comes last, in the reverse of the order of commits.
+        what was written first. What is leased comes last, in the reverse of the order of last uses, and of
+        slots.
         """
         ranked = self._policy.coldest(len(self._policy))
         dirty: Ids = ranked[~self.in_cold[ranked] & ~self._cleaning[ranked]][:limit]
         if len(dirty) < limit:
             held = (self._state == _COMMITTED) & (self.leases > 0) & ~self.in_cold & ~self._cleaning
-            if held.any():
-                slots = np.fromiter(self.index.values(), np.int32, len(self.index))[::-1]
-                dirty = np.concatenate([dirty, slots[held[slots]][: limit - len(dirty)]])
+            slots = np.flatnonzero(held).astype(np.int32)
+            slots = slots[np.argsort(self._used_at[slots], kind="stable")][::-1]
+            dirty = np.concatenate([dirty, slots[: limit - len(dirty)]])
         return dirty
 
     def dirty_in(self, extent: int) -> Ids:
@@ -648,15 +655,49 @@ class SlotRecords:
         arrays = self._arrays
         if arrays.crcs is None or arrays.crc is None:
             raise ConfigError("arrays", "these records go with their process: there are none to adopt")
-        owned = arrays.owned.view(np.uint8)
-        if (owned > 1).any():
+        if (arrays.owned.view(np.uint8) > 1).any():
             raise IntegrityError("the list of a space's extents is damaged")
-        slots = np.flatnonzero(np.repeat(arrays.owned, self.slots_per_extent)).astype(np.int32)
-        if np.count_nonzero(self._state) > np.count_nonzero(self._state[slots]):
+        extents = np.flatnonzero(arrays.owned)
+        held = self._state.reshape(-1, self.slots_per_extent)[extents]
+        if np.count_nonzero(self._state) > np.count_nonzero(held):
             raise IntegrityError("blocks lie in extents that are not their space's")
+        if not same_cold or (self.in_cold.view(np.uint8) > 1).any():
+            self.in_cold[:] = False
+        self.extents.update(extents.tolist())
+        found = Adopted(0, 0, 0, 0)
+        idle: list[Ids] = []
+        named: list[Future[None]] = []
+        self.index.make_room(int(np.count_nonzero(held == _COMMITTED)))
+        # Some at a time: what is made on the way takes the same little memory again and again; memory that no
+        # process had before takes longer to come by than the rest of this. Names are half of the work, and a
+        # thread's of its own.
+        together = max(1, _TOGETHER // self.slots_per_extent)
+        with ThreadPoolExecutor(1, "kvpager-adopt") as naming:
+            for start in range(0, len(extents), together):
+                firsts = extents[start : start + together, None] * self.slots_per_extent
+                slots = (firsts + np.arange(self.slots_per_extent)).ravel()
+                part, committed = self._mend(slots, arrays.crcs, arrays.crc)
+                named.append(naming.submit(self.index.add, committed))
+                found = Adopted(*(sum(counts) for counts in zip(found, part, strict=True)))
+                idle.append(committed[self.leases[committed] == 0])
+            for run in np.split(extents, np.flatnonzero(np.diff(extents) > 1) + 1):
+                if len(run):
+                    first, count = int(run[0]) * self.slots_per_extent, len(run) * self.slots_per_extent
+                    self._free.add(first, count, taken=self._state[first : first + count] != _FREE)
+            self._insert_by_use(idle)
+        for one in named:
+            one.result()
+        return found
+
+    def _mend(self, slots: _Places, crcs: Crcs, crc: SlotCrc) -> tuple[Adopted, Ids]:
+        """Mend the records of slots that exist.
+
+        Returns:
+            what was found, and int32 [n] the committed slots.
+        """
         hashes, generations, state = self._hashes[slots], self.generations[slots], self._state[slots]
-        sealed = arrays.crcs[slots] ^ arrays.crc.of(hashes, generations)
-        of_state = arrays.crc.of_state
+        sealed = crcs[slots] ^ crc.of(hashes, generations)
+        of_state = crc.of_state
         fits = (sealed == of_state[state]) & (state <= _VOID)
         # States that a change had not come to yet.
         ending = ~fits & (sealed == of_state[_FREE]) & (state <= _VOID) & (state != _DAMAGED)
@@ -665,8 +706,8 @@ class SlotRecords:
         writing = ~fits & (sealed == of_state[_COMMITTED]) & (state == _RESERVED)
         granting = ~fits & (state == _FREE)
         late = np.flatnonzero(~fits & (state == _RESERVED))
-        next_crcs = arrays.crc.of(hashes[late], generations[late] + 1) ^ of_state[_RESERVED]
-        granting[late] |= arrays.crcs[slots[late]] == next_crcs
+        next_crcs = crc.of(hashes[late], generations[late] + 1) ^ of_state[_RESERVED]
+        granting[late] |= crcs[slots[late]] == next_crcs
         unfinished = ending | granting
         damaged = ~(fits | unfinished | writing | purging | voiding) | (fits & (state == _DAMAGED))
         for which, becomes in ((unfinished, _FREE), (damaged, _DAMAGED)):
@@ -674,32 +715,50 @@ class SlotRecords:
         # Somebody may hold these: their handles stay good.
         for which, becomes in ((writing, _RESERVED), (purging, _PURGED), (voiding, _VOID)):
             self._write_anew(slots[which], becomes, keep_generation=True)
-        for extent in np.flatnonzero(arrays.owned).tolist():
-            self.add_extent(extent)
         state = self._state[slots]
-        self._free.withdraw(slots[state != _FREE])
         committed, reserved = slots[state == _COMMITTED], slots[state == _RESERVED]
-        for book, mine in ((self.index, committed), (self.pending, reserved)):
-            book.update(zip(self.names(mine), mine.tolist(), strict=True))
-            if len(book) < len(mine):
-                raise IntegrityError("two slots hold the same block")
-        if (self._pins[committed] < 0).any():
+        pending = len(self.pending) + len(reserved)
+        self.pending.update(zip(self._hashes[reserved].tolist(), reserved.tolist(), strict=True))
+        if len(self.pending) < pending:
+            raise IntegrityError("two slots are reserved for the same block")
+        pins = self._pins[committed]
+        if (pins < 0).any():
             raise IntegrityError("the pins of a block are damaged")
         self.lineage.adopt(slots)
-        self._pins[slots[state != _COMMITTED]] = 0
-        self.leases[committed] = self._pins[committed]
-        if not same_cold or (self.in_cold.view(np.uint8) > 1).any():
-            self.in_cold[:] = False
-        self.in_cold[slots[state != _COMMITTED]] = False
-        # Of what was used together later blocks go sooner, and these mostly lie in higher slots.
-        idle = committed[self.leases[committed] == 0][::-1]
-        self._policy.insert(idle[np.argsort(self._used_at[idle], kind="stable")])
-        return Adopted(
+        pinned = pins > 0
+        self.leases[committed[pinned]] = pins[pinned]
+        others = slots[state != _COMMITTED]
+        self._pins[others] = 0
+        self.in_cold[others] = False
+        part = Adopted(
             len(committed),
             len(reserved),
             int(np.count_nonzero(unfinished | writing)),
             int(np.count_nonzero(damaged)),
         )
+        return part, committed.astype(np.int32)
+
+    def _insert_by_use(self, parts: list[Ids]) -> None:
+        """Have the policy rank slots as they were used, which are ascending in each part, as the parts are.
+
+        Of what was used together later blocks go sooner, and these mostly lie in higher slots. It takes one
+        sort of numbers, each a time and a position: a quarter of the time of finding the order of others.
+        What was used longer ago than the bits beside a position can tell counts as used together.
+        """
+        slots = np.concatenate([part[::-1] for part in parts[::-1]]) if parts else np.empty(0, np.int32)
+        bits = max(1, len(slots) - 1).bit_length()
+        latest = np.uint64((1 << (64 - bits)) - 1)
+        now = np.array(self.last_use).astype(np.uint64)
+        order = np.arange(len(slots), dtype=np.uint64)
+        for start in range(0, len(slots), _TOGETHER):
+            part = slice(start, start + _TOGETHER)
+            # Unsigned, so that no difference is too large.
+            ago = now - self._used_at[slots[part]].view(np.uint64)
+            order[part] |= (latest - np.minimum(ago, latest)) << np.uint64(bits)
+        order.sort()
+        order &= np.uint64((1 << bits) - 1)
+        for start in range(0, len(slots), _TOGETHER):
+            self._policy.insert(slots[order[start : start + _TOGETHER].view(np.intp)])
 
     @property
     def last_use(self) -> int:
@@ -731,9 +790,9 @@ class SlotRecords:
         slots = np.flatnonzero(wrong & (state != _DAMAGED)).astype(np.int32)
         exist = np.isin(slots // self.slots_per_extent, np.array(sorted(self.extents), dtype=np.int32))
         slots = slots[exist]
-        for book, which in ((self.index, _COMMITTED), (self.pending, _RESERVED)):
-            for name in self.names(slots[state[slots] == which]):
-                del book[name]
+        self.index.remove(slots[state[slots] == _COMMITTED])
+        for name in self.names(slots[state[slots] == _RESERVED]):
+            del self.pending[name]
         self._policy.remove(slots[state[slots] == _COMMITTED])
         self._free.withdraw(slots[state[slots] == _FREE])
         self.leases[slots] = self._pins[slots] = 0
@@ -752,7 +811,7 @@ class SlotRecords:
         self._free.free(slots)
         return len(slots)
 
-    def _write_anew(self, slots: Ids, state: int, *, keep_generation: bool = False) -> None:
+    def _write_anew(self, slots: _Places, state: int, *, keep_generation: bool = False) -> None:
         """Write whole records; with generations that no handle has, unless these are kept."""
         if not len(slots):
             return
@@ -779,14 +838,15 @@ class SlotRecords:
         free[place[owned]] = self._free.is_free(place[owned])
         if (free != (owned & (self._state == _FREE))).any() or (self._state[~owned] != _FREE).any():
             raise IntegrityError("a host slot is free in one book and not in the other")
+        self.index.check_integrity()
         committed = np.flatnonzero(self._state == _COMMITTED)
         reserved = np.flatnonzero(self._state == _RESERVED)
-        for book, slots in ((self.index, committed), (self.pending, reserved)):
-            if sorted(book.values()) != slots.tolist():
-                raise IntegrityError(f"{len(book)} host blocks are named, {len(slots)} slots hold one")
-            for name, slot in book.items():
-                if self._hashes[slot].tolist() != name:
-                    raise IntegrityError(f"host slot {slot} has another hash than the index says")
+        pending = np.array(list(self.pending.values()), dtype=np.int32)
+        for named, slots in ((self.index.slots(), committed), (pending, reserved)):
+            if not np.array_equal(np.sort(named), slots):
+                raise IntegrityError(f"{len(named)} host blocks are named, {len(slots)} slots hold one")
+        if self.names(pending) != list(self.pending):
+            raise IntegrityError("a reserved host slot has another hash than it was granted for")
         self.lineage.check_integrity()
         if self._num_cleaning != np.count_nonzero(self._cleaning):
             raise IntegrityError(f"{self._num_cleaning} host blocks are counted as being copied below")

@@ -683,8 +683,9 @@ class HostSpace(SlotSpace):
             if shared.cold.tier is not cold:
                 return 0, 0  # it is about to go, and waits for this load
             # Not further than to what is resident: it may have to make room for what comes first.
-            index = self._records.index
-            batch = batch[: next((at for at, name in enumerate(batch) if name in index), None)]
+            _, found = self._records.index.find(batch)
+            if found.any():
+                batch = batch[: int(found.argmax())]
             batch = list(self._purges.may_load(batch))
         # No room, by the quota or not, is a miss.
         lineage = None if start is None else Lineage.of_chain(batch, start)
@@ -892,10 +893,9 @@ class HostSpace(SlotSpace):
 
     def _resident_of(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], Ids]:
         """Which of these are resident: int64 [n] positions, and their slots."""
-        index = self._records.index
-        there = [at for at, name in enumerate(hashes) if name in index]
-        slots = np.array([index[hashes[at]] for at in there], dtype=np.int32)
-        return np.array(there, dtype=np.int64), slots
+        slots, found = self._records.index.find(hashes)
+        there = np.flatnonzero(found)
+        return there, slots[there]
 
     def _lease_leading(self, hashes: Sequence[bytes]) -> tuple[Lease, npt.NDArray[np.intp]]:
         """A lease of the leading resident blocks, and its slots as indices, which are made once."""

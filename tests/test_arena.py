@@ -96,6 +96,16 @@ class TestSlotAllocator:
             allocator.free(slots(50))
         assert sorted(allocator.allocate(6).tolist()) == [7, 8, 100, 101, 102, 103]
 
+    def test_of_a_range_that_is_added_some_may_be_taken_already(self) -> None:
+        allocator = SlotAllocator(2)
+        allocator.add(4, 4, taken=np.array([True, False, False, True]))
+        allocator.check_integrity()
+        assert (allocator.free_count, allocator.capacity) == (4, 6)
+        assert allocator.is_free(slots(4, 5, 6, 7)).tolist() == [False, True, True, False]
+        assert allocator.allocate(4).tolist() == [5, 6, 0, 1]
+        allocator.free(slots(4, 7, 0, 1, 5, 6))
+        allocator.check_integrity()
+
     def test_a_range_can_be_added_once_only(self) -> None:
         allocator = SlotAllocator(4)
         with pytest.raises(IntegrityError, match="some exist already"):

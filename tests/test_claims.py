@@ -77,7 +77,7 @@ class Books:
     def agree(self, group: int, client: bytes, first: int, count: int, leases: int) -> None:
         """The client says that it holds so many leases of each of these slots, or has reserved them."""
         slots = np.arange(first, first + count, dtype=np.int32)
-        committed = set(self.space._records.index.values())
+        committed = set(self.space._records.index.slots().tolist())
         mine = [slot for slot, who in self.reserved.items() if who == (group, client)]
         counts = np.array([0 if slot in self.reserved else leases for slot in slots.tolist()], np.int32)
         marks = self.claims(group, client).agree(slots, self.generations(slots), counts)

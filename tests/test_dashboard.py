@@ -17,9 +17,12 @@ from kvpager.tests.admin_server import AdminServer
 from kvpager.tests.chromium import CHROMIUM, Chromium, Page
 from kvpager.tests.dashboard_scene import HOST_BYTES, LAYOUT, Scene, scene_on
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)"
+    ),
+    pytest.mark.xdist_group("dashboard"),
+]
 
 AXE = Path(__file__).with_name("data") / "axe-core" / "axe.min.js"
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.space import HostSpace
 from kvpager.kvstore.store import TieredStore
 from kvpager.tests.troubled_disk import TroubledDisk
-from kvpager.tiers.cold import ColdStatus
+from kvpager.tiers.cold import ColdStatus, StatusArray
 from kvpager.tiers.cold_disk import DiskColdTier
 from kvpager.tiers.errors import (
     ClosedError,
@@ -628,6 +628,35 @@ def test_a_match_counts_what_the_cold_tier_seems_to_have_beyond_it(tmp_path: Pat
             assert (len(lease), lease.cold) == (2, 4)
         with space.match(names(0, 9)) as lease:
             assert (len(lease), lease.cold) == (2, 0)
+
+
+def test_a_flush_writes_what_is_leased_after_the_rest_and_what_was_used_last_before(tmp_path: Path) -> None:
+    written: list[bytes] = []
+
+    class Written(DiskColdTier):
+        def _put_blocks(
+            self, space: bytes, hashes: Sequence[bytes], views: Sequence[memoryview], until: float
+        ) -> StatusArray:
+            written.extend(hashes)
+            return super()._put_blocks(space, hashes, views, until)
+
+    with store(2, Written(tmp_path, capacity_bytes=16 << 20), clean_ahead=0.0) as host:
+        space = host.space(SMALL)
+        # A root, what follows it, and others between them that nobody leases.
+        for first in (20, 0, 4, 24):
+            put(space, first, 2)
+        root, leaves = space.match(names(0, 2)), space.match(names(4, 2))
+        assert host.flush(5.0) == 0
+        assert written == [
+            *reversed(names(20, 2)),
+            *reversed(names(24, 2)),
+            *names(5, 1),
+            *names(4, 1),
+            *names(1, 1),
+            *names(0, 1),
+        ]
+        root.release()
+        leaves.release()
 
 
 def test_a_flush_counts_what_the_background_thread_is_writing_as_written(tmp_path: Path) -> None:

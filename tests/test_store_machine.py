@@ -347,7 +347,7 @@ class Driver:
         """Tokens of leading full blocks that lie in the device tier or in host memory: a hit for certain."""
         blocks = 0
         for name in text.names(usable // SIZE * SIZE):
-            if name not in self.store.pool.index and name not in self.space._records.index:
+            if name not in self.store.pool.index and not len(self.space._records.resident([name])):
                 break
             blocks += 1
         # A load in the background may evict what lies in host memory until it is leased.
@@ -401,8 +401,9 @@ class Driver:
                 load.release()
         self.loads = [load for load in self.loads if not load.done()]
         with self.host._shared.lock():
-            for name, slot in self.space._records.index.items():
-                address = int(self.space.addresses(np.array([slot], dtype=np.int32))[0])
+            records = self.space._records
+            slots = records.index.slots()
+            for name, address in zip(records.names(slots), self.space.addresses(slots).tolist(), strict=True):
                 self._check_block(address, self.known[name])
             far = self.store._far
             assert far is not None
@@ -410,8 +411,8 @@ class Driver:
             for slots, _ in far._ended:
                 leases[slots] += 1
             for name in self.pinned:
-                leases[self.space._records.index[name]] += 1
-            held = self.space._records.leases.copy()
+                leases[records.resident([name])] += 1
+            held = records.leases.copy()
         if not self.loads:
             assert held.tolist() == leases.tolist()
         else:

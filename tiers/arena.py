@@ -130,8 +130,11 @@ class SlotAllocator:
         result[inside] = self._place[slots[inside]] >= 0
         return result
 
-    def add(self, first: int, count: int) -> None:
+    def add(self, first: int, count: int, *, taken: npt.NDArray[np.bool_] | None = None) -> None:
         """Slots ``first`` to ``first + count - 1`` come into being, free; they are taken next, lowest first.
+
+        Args:
+            taken: bool [count], those that somebody has already; None: all are free.
 
         Raises:
             ConfigError: the range is negative or beyond int32.
@@ -152,9 +155,16 @@ class SlotAllocator:
             stack[: self._count] = self._stack[: self._count]
             self._stack = stack
             self._order = np.arange(stack.size, dtype=np.int32)
-        top = self._count + count
-        self._stack[self._count : top] = np.arange(end - 1, first - 1, -1, dtype=np.int32)
-        span[:] = self._order[self._count : top][::-1]
+        if taken is None:
+            top = self._count + count
+            self._stack[self._count : top] = np.arange(end - 1, first - 1, -1, dtype=np.int32)
+            span[:] = self._order[self._count : top][::-1]
+        else:
+            free = np.flatnonzero(~taken)[::-1]
+            top = self._count + len(free)
+            self._stack[self._count : top] = free + first
+            span[:] = _TAKEN
+            span[free] = self._order[self._count : top]
         self._count = top
         self._capacity = capacity
 
