@@ -155,8 +155,8 @@ class SpaceEvictions:
         index = self._records.index
         for names in _from_the_end(hashes, _SLICE):
             with self._shared.lock():
-                found = {index[name] for name in names if name in index}
-                yield np.fromiter(found, np.int32, len(found))
+                slots, found = index.find(names)
+                yield np.unique(slots[found])
 
 
 def evict_from_host(

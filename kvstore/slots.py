@@ -447,8 +447,9 @@ class SlotRecords:
 
     def idle_named(self, hashes: Sequence[bytes]) -> Ids:
         """The slots of those of these blocks that nobody leases; of those being copied below, too."""
-        found = {self.index[name]: None for name in hashes if name in self.index}
-        slots = np.fromiter(found, np.int32, len(found))
+        slots, found = self.index.find(hashes)
+        once = dict.fromkeys(slots[found].tolist())
+        slots = np.fromiter(once, np.int32, len(once))
         idle: Ids = slots[self.leases[slots] == 0]
         return idle
 
