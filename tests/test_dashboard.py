@@ -62,6 +62,8 @@ def measured(state: Path, rate: float) -> None:
 def scene(server: AdminServer) -> Iterator[Scene]:
     with scene_on(server) as made:
         made.fill()
+        # Nothing goes on by itself from here.
+        made.engines[0].flush()
         yield made
 
 
@@ -167,6 +169,13 @@ def test_numbers_are_those_of_the_api(page: Page, server: AdminServer) -> None:
     filled = page.text(".tier:nth-child(2) .fill")
     assert bytes_in(filled) == [shown_alike(host["used_bytes"]), shown_alike(host["capacity_bytes"])]
     assert numbers_in(filled)[-1] == host["blocks"]
+    cold = server.get("/v1/tiers/cold")
+    filled = page.text(".tier:nth-child(3) .fill")
+    assert bytes_in(filled) == [shown_alike(cold["used_bytes"]), shown_alike(cold["capacity_bytes"])]
+    share = page.value(
+        "parseFloat(document.querySelector('.tier:nth-child(3) .state-used').getAttribute('width'))"
+    )
+    assert share == pytest.approx(100 * cold["used_bytes"] / cold["capacity_bytes"], abs=0.01)
     free, longest = bytes_in(page.text("#map-words p"))
     assert free == shown_alike(cells["free_bytes"])
     assert longest == shown_alike(cells["largest_free_run_bytes"])

@@ -67,7 +67,7 @@ function updateTier(place, tier, cold) {
   say(chip, tier.state);
   chip.dataset.state = tier.state;
   const [byState, byTenant] = place.querySelectorAll(".bar");
-  const known = STATES.map(([state]) => [state, tier[`${state}_bytes`]]).filter(([, held]) => held !== null);
+  const known = filledWith(tier);
   const whole = tier.capacity_bytes ?? known.reduce((sum, [, held]) => sum + held, 0);
   say(place.querySelector(".fill"), filling(tier));
   fillBar(
@@ -93,6 +93,14 @@ function updateTier(place, tier, cold) {
       ]),
     );
   say(place.querySelector(".problem"), tier.state === "ready" ? "" : (tier.reason ?? ""));
+}
+
+/** What a tier's bytes are, in the order of the bar. What it does not tell apart is `used`. */
+function filledWith(tier) {
+  const known = STATES.map(([state]) => [state, tier[`${state}_bytes`]]).filter(([, held]) => held !== null);
+  const told = known.reduce((sum, [state, held]) => (state === "free" ? sum : sum + held), 0);
+  const rest = Math.max(0, (tier.used_bytes ?? 0) - told);
+  return rest > 0 ? [["used", rest], ...known] : known;
 }
 
 function filling(tier) {
