@@ -520,9 +520,14 @@ class Answers:
                 if self._tenants is None or name in self._tenants
             },
         }
-        cold = getattr(self._host.cold, "stats", None)
-        if cold is not None:
-            values["cold"] = asdict(cold)
+        if self._tenants is None:
+            values["latency"] = self._service.times.snapshot()
+        cold = self._host.cold
+        counted = getattr(cold, "stats", None)
+        if cold is not None and counted is not None:
+            sizes = {"used_bytes": cold.used_bytes(), "capacity_bytes": cold.capacity_bytes()}
+            known = {name: size for name, size in sizes.items() if size is not None}
+            values["cold"] = {**asdict(counted), **known}
         return Stats(values)
 
     def _change_subscription(self, asked: Subscribe) -> Message:

@@ -16,6 +16,7 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any, Final, cast
 
 from ..tiers.errors import ClosedError, KVPagerError, ProtocolError, ServiceUnavailableError
@@ -70,6 +71,8 @@ class _Started:
     id: int
     cost: int
     job: Job
+    kind: str
+    began: float
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -266,10 +269,12 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(frame.id, ProtocolError(f"request {frame.id} is under way already"))
             return None
         self._service.counters.requests += 1
+        kind, began = type(frame.message).__name__, perf_counter()
         done = self._attempt(frame.id, partial(self._answers.answer, frame.message))
         if not isinstance(done, Job):
+            self._service.times.ended(kind, began)
             return done
-        started = _Started(frame.id, self._cost(frame), done)
+        started = _Started(frame.id, self._cost(frame), done, kind, began)
         self._under_way.add(frame.id)
         self._bytes_under_way += started.cost
         self._queued[done.waits].append(started)
@@ -354,6 +359,7 @@ class Connection(asyncio.BufferedProtocol):
         reply = self._attempt(started.id, lambda: started.job.finish(_result(future)))
         if isinstance(reply, Job):
             raise TypeError("a job ends in a reply")
+        self._service.times.ended(started.kind, started.began)
         for part in reply:
             self._transport.write(part)
         self._start_jobs(started.job.waits)

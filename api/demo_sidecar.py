@@ -18,6 +18,7 @@ from ..tiers.memory import format_bytes
 from .client import connect
 from .demo_folder import demo_folder
 from .serve import usual_bytes
+from .serve_settings import without_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +99,7 @@ def _sidecar(interruptions: Interruptions, settings: Settings, socket: str | Non
 
 def _start(place: str, cold: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-P", "-m", "kvpager", "serve", "--socket", place, "--arena", "memory"]
-    command += ["--host-bytes", str(min(_HOST_BYTES, usual_bytes(None)))]
+    command += ["--host-bytes", str(min(_HOST_BYTES, usual_bytes(None))), "--admin", "off"]
     # Nobody stops it where this process is killed.
     command += ["--with-process", str(os.getpid())]
     if "://" not in cold:
@@ -107,7 +108,9 @@ def _start(place: str, cold: str) -> subprocess.Popen[str]:
     if cold.startswith("disk://"):
         command += ["--cold-bytes", str(_COLD_BYTES)]
     # Deaf to Ctrl-C, which reaches every process of the terminal: this one hears it, and ends the other.
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, env=without_settings(os.environ), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -14,6 +14,7 @@ from .cold_source import ColdSource
 from .commands import Engines
 from .messages import Message
 from .purges import Purges
+from .service_times import ServiceTimes
 
 __all__ = ["MOST_WAIT", "Job", "Service", "ServiceCounters", "seconds_of"]
 
@@ -66,6 +67,7 @@ class Service:
         drained_since: since when operators let nothing new be reserved, seconds since 1970; None: they do.
         purges: makes purges; there is one once the sidecar is started.
         engines: reports and commands.
+        times: how long requests took.
         boot_id: 16 bytes, others after each start.
         started: when that was, seconds since 1970.
     """
@@ -79,6 +81,7 @@ class Service:
     spaces: set[bytes] = field(default_factory=set)
     purges: Purges | None = None
     engines: Engines = field(default_factory=Engines)
+    times: ServiceTimes = field(default_factory=ServiceTimes)
     boot_id: bytes = field(default_factory=lambda: secrets.token_bytes(_ID_BYTES))
     started: float = field(default_factory=time.time)
 

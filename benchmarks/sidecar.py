@@ -34,14 +34,13 @@ import kvpager
 import numpy as np
 from kvpager.api.client import Connection
 from kvpager.api.messages import Abort, Commit, Evict, GetStats, Leased, Match, Release, Reserve, Reserved
-from kvpager.api.serve import parse_bytes
 from kvpager.benchmarks.report import write_report
 from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.host import HostStore
 from kvpager.tests.certificates import Authority
 from kvpager.tests.raw_client import LAYOUT, RawClient, names
 from kvpager.tiers.layout import KVLayout
-from kvpager.tiers.memory import format_bytes
+from kvpager.tiers.memory import format_bytes, parse_bytes
 
 RESIDENT: Final = 65_536
 """Blocks of the longest prefix: 1M tokens of 16."""
@@ -376,7 +375,7 @@ def throw_away(listening: socket.socket) -> None:
 
 
 def start(path: Path, *more: str, nbytes: int = ARENA_BYTES) -> subprocess.Popen[bytes]:
-    settings = "--quiet", "--socket", str(path), "--host-bytes", str(nbytes), *more
+    settings = "--quiet", "--admin", "off", "--socket", str(path), "--host-bytes", str(nbytes), *more
     return subprocess.Popen(
         [sys.executable, "-m", "kvpager.api.cli", "serve", *settings],
         env={**os.environ, "PYTHONSAFEPATH": "1", "KVPAGER_TOKEN": TOKEN},

@@ -18,7 +18,7 @@ from .purging import read_barred
 from .slot_arrays import SlotArrays, slot_specs
 from .slots import Adopted, SlotRecords
 
-__all__ = ["SavedSpace", "new_records", "read_spaces"]
+__all__ = ["SavedSpace", "SpaceName", "new_records", "read_spaces", "space_in"]
 
 _FIELDS: Final = (
     "num_layers",
@@ -31,6 +31,35 @@ _FIELDS: Final = (
     "window",
     "scale_bytes",
 )
+
+
+@dataclass(frozen=True)
+class SpaceName:
+    """What a section about a space says that it is of."""
+
+    layout: KVLayout
+    shard: str
+    tenant: str
+
+    @property
+    def id(self) -> bytes:
+        """16 bytes that name the space."""
+        return space_id(self.layout, self.shard, self.tenant)
+
+
+def space_in(section: Section) -> SpaceName:
+    """Which space a section is about.
+
+    Raises:
+        IntegrityError: it does not say so.
+    """
+    try:
+        *values, shard, tenant = msgpack.unpackb(section.about)
+        name = SpaceName(KVLayout(**dict(zip(_FIELDS, values, strict=True))), shard, tenant)
+        space_id(name.layout, name.shard, name.tenant)
+    except (ValueError, TypeError, ConfigError) as error:
+        raise IntegrityError(f"the description of a space is damaged: {error}") from error
+    return name
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,17 +134,12 @@ def read_spaces(
 def _read(
     file: RecordFile, section: Section, num_extents: int, policy: EvictionPolicy, same_cold: bool
 ) -> SavedSpace:
-    try:
-        *values, shard, tenant = msgpack.unpackb(section.about)
-        fields = dict(zip(_FIELDS, values, strict=True))
-        layout = KVLayout(**fields)
-        name = space_id(layout, shard, tenant)
-    except (ValueError, TypeError, ConfigError) as error:
-        raise IntegrityError(f"the description of a space is damaged: {error}") from error
-    per_extent = file.identity.extent_bytes // layout.block_bytes
+    name = space_in(section)
+    per_extent = file.identity.extent_bytes // name.layout.block_bytes
     capacity = per_extent * num_extents
     if not capacity or capacity > np.iinfo(np.int32).max:
         raise IntegrityError("a space's blocks do not fit the arena's extents")
-    arrays = SlotArrays.recorded(section, capacity, num_extents, name)
+    arrays = SlotArrays.recorded(section, capacity, num_extents, name.id)
     records = SlotRecords(per_extent, num_extents, policy, arrays)
-    return SavedSpace(layout, shard, tenant, records, records.adopt(same_cold=same_cold))
+    adopted = records.adopt(same_cold=same_cold)
+    return SavedSpace(name.layout, name.shard, name.tenant, records, adopted)

@@ -199,6 +199,7 @@ class HostSpace(SlotSpace):
             if found:
                 self._records.lineage.found(at, hashes, start)
             shared.stats.matched += found
+            shared.stats.matched_tokens += found * self.layout.block_size
             shared.stats.missed += len(hashes) - found
             self._tenant.stats.matched += found
             self._tenant.stats.missed += len(hashes) - found

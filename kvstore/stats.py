@@ -18,9 +18,11 @@ class Counters:
 
 @dataclass
 class HostStats(Counters):
-    """What a `HostStore` did since it was opened, in blocks."""
+    """What a `HostStore` did since it was opened, in blocks if not said otherwise."""
 
     matched: int = 0
+    matched_tokens: int = 0
+    """Tokens of these blocks; each shard counts."""
     missed: int = 0
     committed: int = 0
     evicted: int = 0

@@ -65,7 +65,13 @@ class Killable:
     def __init__(self, path: Path, arena: Path, host_bytes: int) -> None:
         self.path = path
         self.arena = arena
-        self._arguments = ["serve", f"--socket={path}", f"--arena={arena}", f"--host-bytes={host_bytes}"]
+        self._arguments = [
+            "serve",
+            f"--socket={path}",
+            f"--arena={arena}",
+            f"--host-bytes={host_bytes}",
+            "--admin=off",
+        ]
         self._process: ForkServerProcess | None = None
 
     @property

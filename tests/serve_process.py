@@ -24,7 +24,7 @@ class ServeProcess:
     def __init__(self, path: Path, *options: str, host_bytes: int = 8 << 20) -> None:
         self.path = path
         self.arena = Path(default_arena_path(str(path)))
-        self._options = [f"--host-bytes={host_bytes}", "--quiet", *options]
+        self._options = [f"--host-bytes={host_bytes}", "--quiet", "--admin=off", *options]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:

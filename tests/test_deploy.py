@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from kvpager.api import doctor, serve
-from kvpager.api.serve import parse_bytes
 from kvpager.tests.serve_process import ServeProcess
+from kvpager.tiers.memory import parse_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -113,7 +113,7 @@ def test_the_image_is_built_of_everything_that_the_package_has() -> None:
     }
     assert all((ROOT / source).exists() for source in copied)
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    folders = {name.partition(".")[2] for name in setup["tool"]["setuptools"]["packages"]} - {""}
+    folders = {name.split(".")[1] for name in setup["tool"]["setuptools"]["packages"] if "." in name}
     assert (
         folders | {"__init__.py", "__main__.py", "py.typed", "pyproject.toml", "README.md", "LICENSE"}
         <= copied

@@ -218,6 +218,10 @@ class ColdTier(Protocol):
         """Bytes kept by this tier, or None where it cannot say without waiting."""
         ...
 
+    def capacity_bytes(self) -> int | None:
+        """Most bytes that this tier keeps, or None where others decide that."""
+        ...
+
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if an invariant of this tier's own bookkeeping does not hold."""
         ...

@@ -286,6 +286,10 @@ class DiskColdTier(RecordTier):
         with self._lock:
             return self._used
 
+    def capacity_bytes(self) -> int | None:
+        """As given."""
+        return self._capacity
+
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if index, sizes, capacity and files do not agree."""
         with self._lock:

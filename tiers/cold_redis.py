@@ -509,6 +509,10 @@ class RedisColdTier(RecordTier):
         """None: the server's memory is shared, and asking would wait."""
         return None
 
+    def capacity_bytes(self) -> int | None:
+        """None: the servers have a ``maxmemory``, or not."""
+        return None
+
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the counts of connections do not agree."""
         for server in self._fleet.servers():

@@ -36,6 +36,7 @@ __all__ = [
     "ArenaIdentity",
     "ArraySpec",
     "RecordFile",
+    "RecordView",
     "Section",
     "SectionKind",
     "is_record_file",
@@ -126,7 +127,7 @@ class Section:
     memory: memoryview
 
     def arrays(self, specs: Sequence[ArraySpec]) -> list[npt.NDArray[Any]]:
-        """Its arrays where they lie, writable.
+        """Its arrays where they lie; writable, if the file is this process's own.
 
         Raises:
             IntegrityError: it is shorter than these are.
@@ -211,6 +212,15 @@ class RecordFile:
             os.close(fd)
             raise
         return records
+
+    @staticmethod
+    def read_only(path: str) -> RecordView:
+        """The records of an arena that another process has.
+
+        Raises:
+            IntegrityError: as of `read`.
+        """
+        return RecordView(path)
 
     def sections(self, kind: SectionKind) -> list[Section]:
         """The sections of a kind."""
@@ -318,6 +328,80 @@ class RecordFile:
         libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
         if libc.fallocate(self._fd, _PUNCH_HOLE, offset, nbytes):  # a file system that has no holes
             os.pwrite(self._fd, bytes(nbytes), offset)
+
+
+class RecordView:
+    """The records of an arena, to be read while the process that has them goes on writing.
+
+    Sections come and go meanwhile, and their place is used again: who copied arrays asks `has` afterwards
+    whether their section was there all the time. The file is never cut, so what is mapped can be read.
+
+    Attributes:
+        path: of the file.
+        identity: which arena they are of.
+        file: device and inode of the file, which tell it from another one in its place.
+
+    Raises:
+        IntegrityError: as of `RecordFile.read`.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise IntegrityError(f"its records cannot be read ({error.strerror})") from error
+        try:
+            status = os.fstat(self._fd)
+            self.file = status.st_dev, status.st_ino
+            if status.st_size < _FIRST:
+                raise IntegrityError("its records are cut short")
+            self.identity, _ = _read_header(os.pread(self._fd, _HEADER.size, 0))
+            self._memory = self._mapped(status.st_size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def sections(self, kind: SectionKind) -> list[Section]:
+        """The sections of a kind that are there and whole, arrays read only; others are passed over."""
+        nbytes = os.fstat(self._fd).st_size
+        if nbytes > len(self._memory):
+            self._memory = self._mapped(nbytes)
+        entries = np.flatnonzero(self._table()["kind"] == kind)
+        found = (self._section(kind, int(entry)) for entry in entries)
+        return [section for section in found if section is not None]
+
+    def has(self, section: Section) -> bool:
+        """Whether a section is there still, so that what was read of it since is its own."""
+        now = self._section(section.kind, section.entry)
+        return now is not None and (now.about, len(now.memory)) == (section.about, len(section.memory))
+
+    def close(self) -> None:
+        """Use it no more. Arrays that are left keep their memory."""
+        os.close(self._fd)
+        self._memory = memoryview(b"")
+
+    def _mapped(self, nbytes: int) -> memoryview:
+        return memoryview(mmap.mmap(self._fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
+
+    def _table(self) -> npt.NDArray[np.void]:
+        return np.frombuffer(self._memory, _PLACE, _MOST_SECTIONS, _PAGE)
+
+    def _section(self, kind: SectionKind, entry: int) -> Section | None:
+        """The section of an entry; None where that is none, or is being written."""
+        place = self._table()[entry : entry + 1]
+        before = place.tobytes()
+        written, crc, offset, nbytes = (int(value) for value in np.frombuffer(before, _PLACE)[0])
+        if written != kind or crc != _place_crc(kind, offset, nbytes):
+            return None
+        if offset < _FIRST or nbytes < _ABOUT_BYTES or offset + nbytes > len(self._memory):
+            return None
+        memory = self._memory[offset : offset + nbytes]
+        size, crc = _ABOUT.unpack_from(memory)
+        about = bytes(memory[_ABOUT.size : _ABOUT.size + size])
+        if size > _ABOUT_BYTES - _ABOUT.size or zlib.crc32(about) != crc or place.tobytes() != before:
+            return None
+        return Section(kind, about, entry, memory[_ABOUT_BYTES:])
 
 
 def is_record_file(path: str | os.PathLike[str]) -> bool:
