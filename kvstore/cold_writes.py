@@ -48,8 +48,12 @@ class ColdWrites:
         self._space = space
         self._view = view
         self._purges = purges
-        self.most = max(1, COLD_BATCH_BYTES // block_bytes)
+        self._block_bytes = block_bytes
+
+    @property
+    def most(self) -> int:
         """Blocks of a batch."""
+        return max(1, COLD_BATCH_BYTES // self._block_bytes)
 
     def write(self, cold: ColdTier, choose: Callable[[int], Ids], until: float | None) -> int:
         """Copy a batch of blocks.

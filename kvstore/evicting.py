@@ -152,11 +152,9 @@ class SpaceEvictions:
             with self._shared.lock():
                 yield slice(None)
             return
-        index = self._records.index
         for names in _from_the_end(hashes, _SLICE):
             with self._shared.lock():
-                slots, found = index.find(names)
-                yield np.unique(slots[found])
+                yield self._records.slots_of(names)
 
 
 def evict_from_host(

@@ -115,8 +115,8 @@ class SlotRecords:
         generations: int64 [capacity], raised with every grant.
         leases: int32 [capacity], pins included.
         in_cold: bool [capacity], whether the cold tier has a copy.
-        lineage: the chains that blocks are of, and how often each was found.
         looks: what is found out about slots without the lock.
+        lineage: the chains that blocks are of, and how often each was found.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class SlotRecords:
             int32 [n] and int32 [m]: slots that had one, and slots that had timed ones alone; their leases are
             to be dropped.
         """
-        slots = np.unique(self._found(hashes))
+        slots = np.unique(self.slots_of(hashes))
         lasting = self._pins[slots] > 0
         timed = slots[~lasting & (self._timed[slots] > 0)]
         slots = slots[lasting]
@@ -317,9 +317,9 @@ class SlotRecords:
 
     def demote(self, hashes: Sequence[bytes]) -> int:
         """Those of these blocks that nobody leases go first, a prefix's last ones before; how many."""
-        return self._policy.demote(self._found(list(dict.fromkeys(hashes)))[::-1])
+        return self._policy.demote(self.slots_of(list(dict.fromkeys(hashes)))[::-1])
 
-    def _found(self, hashes: Sequence[bytes]) -> Ids:
+    def slots_of(self, hashes: Sequence[bytes]) -> Ids:
         """The slots of those of these that are committed."""
         slots, found = self.index.find(hashes)
         return slots[found]
@@ -447,9 +447,7 @@ class SlotRecords:
 
     def idle_named(self, hashes: Sequence[bytes]) -> Ids:
         """The slots of those of these blocks that nobody leases; of those being copied below, too."""
-        slots, found = self.index.find(hashes)
-        once = dict.fromkeys(slots[found].tolist())
-        slots = np.fromiter(once, np.int32, len(once))
+        slots = self.slots_of(list(dict.fromkeys(hashes)))
         idle: Ids = slots[self.leases[slots] == 0]
         return idle
 
@@ -503,7 +501,7 @@ class SlotRecords:
             pending = list(self.pending)
         else:
             hashes = list(dict.fromkeys(hashes))
-            committed = self._found(hashes)
+            committed = self.slots_of(hashes)
             pending = [name for name in hashes if name in self.pending]
         names = self.names(committed) + pending
         self.index.remove(committed)

@@ -203,10 +203,10 @@ class HostSpace(SlotSpace):
             shared.stats.missed += len(hashes) - found
             self._tenant.stats.matched += found
             self._tenant.stats.missed += len(hashes) - found
-        if cold_deadline is not None and len(lease) < len(hashes):
+        if cold_deadline is not None and found < len(hashes):
             with shared.cold.use() as cold:
                 if cold is not None:
-                    lease.cold = self.count_in_cold(cold, hashes[len(lease) :], cold_deadline)
+                    lease.cold = self.count_in_cold(cold, hashes[found:], cold_deadline)
         return lease
 
     def lease_resident(self, hashes: Sequence[bytes]) -> Lease:

@@ -227,7 +227,7 @@ def test_what_comes_up_from_the_cold_tier_has_a_lineage(host: HostStore, space: 
 def test_a_long_load_has_the_lineage_of_its_chain_in_every_batch(
     host: HostStore, space: HostSpace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpager.kvstore.space._COLD_BATCH_BYTES", 3 * SIZE)
+    monkeypatch.setattr("kvpager.kvstore.cold_writes.COLD_BATCH_BYTES", 3 * SIZE)
     hashes = chain(1, 11)
     put(space, hashes)
     assert host.flush() == 0
