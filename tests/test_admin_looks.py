@@ -144,7 +144,8 @@ def test_totals_and_the_map_are_what_a_loop_over_slots_finds(host: HostStore, vi
     assert (totals[""].pinned, totals[""].idle, totals[""].leased) == (20, 230, 0)
     assert (totals["odd"].idle, totals["odd"].reserved) == (50, 5)
     assert totals[""].dirty == 250
-    extents = {"": len(first._records.extents), "odd": len(second._records.extents)}
+    uses = {space.tenant: space.use() for space in view_spaces(view)}
+    extents = {tenant: len(use.extents) for tenant, use in uses.items() if use is not None}
     assert seen.owned_extents == sum(extents.values())
     assert seen.remainder_bytes == extents["odd"] * (EXTENT % ODD.block_bytes)
     for cells in (1, 5, 8, 100, 4096):
@@ -164,7 +165,9 @@ def test_free_stretches_go_over_the_ends_of_extents(host: HostStore, view: Recor
     count = EXTENT // LAYOUT.block_bytes
     hashes = chain(4, 2 * count)
     space = put(host, hashes)
-    by_slot = {int(space._records.index[name]): name for name in hashes}
+    blocks = view_spaces(view)[0].residents()
+    assert blocks is not None
+    by_slot = dict(zip(blocks.slots.tolist(), [name.tobytes() for name in blocks.hashes], strict=True))
     assert sorted(by_slot) == list(range(2 * count))
     # A hole in the first extent, and the end of the second with all that follows.
     space.purge([by_slot[slot] for slot in (3, 4, 5, *range(2 * count - 7, 2 * count))])

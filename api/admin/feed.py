@@ -31,6 +31,7 @@ _LOOK_SECONDS: Final = 1.0
 """Between looks at what is degraded."""
 _ALIVE_SECONDS: Final = 10.0
 """After so long without an event a comment says that the stream is whole."""
+_HEARING_SECONDS: Final = 2.0
 _MOST_HASHES: Final = 16
 _MOST_WAITING: Final = 256
 """Events that a slow listener has not read; later ones are dropped, and counted."""
@@ -92,6 +93,7 @@ class Feed:
         self._numbers = count(1)
         self._task: asyncio.Task[None] | None = None
         self._ended = False
+        self._hearing = asyncio.Event()
 
     def check_room(self) -> None:
         """Raise `HTTPException` where too many listen already."""
@@ -109,6 +111,10 @@ class Feed:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
         try:
+            # The first line comes when what happens from now on will be heard, or the sidecar is away.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_HEARING_SECONDS):
+                    await self._hearing.wait()
             yield "retry: 1000\n\n"
             while (event := await listener.next()) is not None or not self._ended:
                 if event is None:
@@ -138,6 +144,11 @@ class Feed:
         connection = self._connect()
         try:
             end = connection.subscribe(self._hear)
+            with suppress(KVPagerError):
+                await connection.wait_ready()
+                # Answered after the subscription, which was asked for before.
+                await connection.stats()
+                self._hearing.set()
             looked = float("-inf")
             degraded: dict[str, str] = {}
             answers: bool | None = None
@@ -148,6 +159,7 @@ class Feed:
                     looked = time.monotonic()
                     answers = await self._look(answers, degraded)
         finally:
+            self._hearing.clear()
             with suppress(KVPagerError):
                 end()
             await connection.close()

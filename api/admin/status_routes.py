@@ -24,7 +24,7 @@ from .models import (
 from .problems import documented
 from .watch import Facts
 
-__all__ = ["ASLEEP", "cold_of", "probes", "router"]
+__all__ = ["ASLEEP", "cold_of", "probes", "router", "tiers_of"]
 
 ASLEEP = frozenset({"asleep", "sleeping", "held", "idle"})
 """Words by which engines say that a session has no place in device memory."""
