@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Final
 
 from .. import __version__
-from ..tiers.errors import KVPagerError
+from ..tiers.errors import KVPagerError, ServiceUnavailableError
 from .option_words import error_in_options
 
-__all__ = ["main"]
+__all__ = ["command_parser", "main"]
 
-_COMMANDS: Final = ("demo", "serve", "doctor")
-"""Each is a module beside this one, with an `add_parser`."""
+_COMMANDS: Final = {
+    "demo": "demo",
+    "serve": "serve",
+    "config": "config",
+    "status": "status",
+    "top": "top",
+    "pin": "pin",
+    "unpin": "pin",
+    "evict": "evict",
+    "policy": "policy",
+    "doctor": "doctor",
+    "bench": "bench",
+    "size": "size",
+    "completion": "completion",
+}
+"""The module beside this one that has each, with an `add_parser`."""
+_UNREACHABLE: Final = 3
 _INTERRUPTED: Final = 130
 
 
@@ -28,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        the exit code: 0 done, 1 it failed and said why, 2 wrong usage, 130 interrupted.
+        the exit code: 0 done, 1 it failed and said why, 2 wrong usage, 3 the sidecar or its admin process
+        cannot be reached, 130 interrupted.
     """
     with _interrupted_at_once():
         options = _options(sys.argv[1:] if arguments is None else arguments)
@@ -38,26 +54,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KVPagerError as error:
         said = error_in_options(error, options.settings(options))
         print(f"kvpager {options.command}: {said}", file=sys.stderr)
-        return 1
+        return _UNREACHABLE if isinstance(error, ServiceUnavailableError) else 1
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except BrokenPipeError:
+        # Who read what is printed has gone (`| head`), and nothing more can be flushed into his pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
 
 
-def _options(given: Sequence[str]) -> argparse.Namespace:
-    """What is asked for, with the command that does it, whose imports take a while."""
-    parser = argparse.ArgumentParser(
+def command_parser(
+    commands: Iterable[str] = tuple(_COMMANDS),
+) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """The parser of the command line, and that of each command.
+
+    Args:
+        commands: those that it is to have; their modules are imported.
+    """
+    parser = ArgumentParser(
         prog="kvpager", description="A tiered KV-cache offload service for LLM inference."
     )
     parser.add_argument("--version", action="version", version=f"kvpager {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True)
+    added = parser.add_subparsers(title="commands", dest="command", required=True)
+    for name in dict.fromkeys(_COMMANDS[command] for command in commands):
+        import_module(f".{name}", __package__).add_parser(added)
+    return parser, added.choices
+
+
+def _options(given: Sequence[str]) -> Namespace:
+    """What is asked for, with the command that does it, whose imports take a while."""
     # A sidecar that is started again does not import what looks at the machine.
-    for name in given[:1] if given[:1] and given[0] in _COMMANDS else _COMMANDS:
-        import_module(f".{name}", __package__).add_parser(commands)
+    parser, commands = command_parser(given[:1] if given and given[0] in _COMMANDS else _COMMANDS)
     options, unknown = parser.parse_known_args(given)
     if unknown:
         # argparse itself tells the usage of all commands, not that of the one whose arguments they are.
-        told = commands.choices[options.command] if given[0] == options.command else parser
+        told = commands[options.command] if given[0] == options.command else parser
         told.error(f"unrecognized arguments: {' '.join(unknown)}")
     return options
 

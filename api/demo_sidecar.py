@@ -18,6 +18,7 @@ from ..tiers.memory import format_bytes
 from .client import connect
 from .demo_folder import demo_folder
 from .serve import usual_bytes
+from .serve_settings import without_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,7 +108,9 @@ def _start(place: str, cold: str) -> subprocess.Popen[str]:
     if cold.startswith("disk://"):
         command += ["--cold-bytes", str(_COLD_BYTES)]
     # Deaf to Ctrl-C, which reaches every process of the terminal: this one hears it, and ends the other.
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, env=without_settings(os.environ), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..tiers.driver import DriverDevice, driver_devices, why_no_driver
+from ..tiers.memory import parse_bytes
 from ..tiers.settings import expect_text
 from .doctor_arenas import check_arenas, held_by_arenas
 from .doctor_cold import check_cold
@@ -26,7 +27,8 @@ from .doctor_software import check_extra, check_packages, check_python, requirem
 from .findings import Finding, Level
 from .option_words import in_options
 from .remote_access import read_tokens
-from .serve import TOKEN_VARIABLE, parse_bytes, usual_bytes
+from .serve import usual_bytes
+from .serve_settings import TOKEN_VARIABLE, serving
 
 __all__ = ["add_parser"]
 
@@ -104,9 +106,9 @@ def _problems(findings: list[Finding]) -> int:
 
 
 def _look(options: argparse.Namespace) -> Iterator[Finding]:
-    host_bytes = (
-        usual_bytes(None) if options.host_bytes is None else parse_bytes("--host-bytes", options.host_bytes)
-    )
+    host_bytes = serving("host_bytes", os.environ) or usual_bytes(None)
+    if options.host_bytes is not None:
+        host_bytes = parse_bytes("--host-bytes", options.host_bytes)
     folder = Path(expect_text("--shm", options.shm))
     token = None
     if options.token_file is not None:
@@ -129,7 +131,7 @@ def _look(options: argparse.Namespace) -> Iterator[Finding]:
     yield check_page_lock(memlock_limit(), gpu=0 if devices else None)
     yield check_huge_pages(folder=folder)
     yield from check_arenas(folder, remove=options.remove_orphans)
-    yield check_sidecar(options.socket, token=token, ca=options.ca)
+    yield check_sidecar(options.socket, usual=serving("socket", os.environ), token=token, ca=options.ca)
     if options.cold is not None:
         yield check_cold(expect_text("--cold", options.cold))
 

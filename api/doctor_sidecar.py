@@ -14,7 +14,7 @@ from .client import connect
 from .endpoint import Endpoint, TcpEndpoint, UnixEndpoint, endpoint_of
 from .findings import Finding, ok, problem, warning
 from .listening import default_socket_path
-from .serve import TOKEN_VARIABLE
+from .serve_settings import TOKEN_VARIABLE
 
 __all__ = ["check_sidecar"]
 
@@ -26,16 +26,19 @@ _TIMEOUT: Final = 2.0
 """Seconds that a sidecar may take to answer."""
 
 
-def check_sidecar(socket: str | None = None, *, token: str | None = None, ca: str | None = None) -> Finding:
+def check_sidecar(
+    socket: str | None = None, *, usual: str | None = None, token: str | None = None, ca: str | None = None
+) -> Finding:
     """Whether a sidecar answers, and what it has.
 
     Args:
-        socket: path of its socket, or its URL; None: where this user's is by default. There it may be absent.
+        socket: path of its socket, or its URL; None: where it is by default. There it may be absent.
+        usual: where that is; None: where this user's is if nobody says otherwise.
         token, ca: as for `connect`.
     """
     endpoint, place = None, socket or ""
     try:
-        place = default_socket_path() if socket is None else socket
+        place = socket if socket is not None else usual or default_socket_path()
         if socket is None and not os.path.lexists(place):
             return ok("sidecar", f"none on {place}", "kvpager serve starts one")
         endpoint = endpoint_of(place, token, ca)

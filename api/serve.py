@@ -17,70 +17,42 @@ import importlib.util
 import inspect
 import logging
 import os
-import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from ..kvstore.host import HostStore
-from ..kvstore.tenants import check_quotas
 from ..tiers.arena_file import ArenaFile, default_arena_path
 from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.memory import format_bytes, memory_headroom
-from ..tiers.settings import MOST_BYTES, expect_integer, expect_seconds, shown
-from .admin.address import DEFAULT_ADDRESS
 from .admin_child import AdminOptions, serve_admin
 from .cold_source import ColdSource
 from .listening import default_socket_path, refuse_if_taken
 from .processes import Interruptions
 from .remote_access import RemoteAccess, check_token, parse_address, read_tokens, server_tls
 from .secret_file import read_secret_file
+from .serve_settings import (
+    COLD_SECRET_VARIABLE,
+    NO_ADMIN,
+    NO_FILE,
+    TOKEN_VARIABLE,
+    add_settings,
+    find_settings,
+)
+from .setting import Given
 from .sidecar import Sidecar
 
-__all__ = ["TOKEN_VARIABLE", "add_parser", "parse_bytes", "usual_bytes"]
+__all__ = ["add_parser", "usual_bytes"]
 
 _log = logging.getLogger(__name__)
 
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.ASCII | re.IGNORECASE)
-_UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _HOST_SHARE: Final = 4
 _ROOM_SHARE: Final = 2
 """Of what is free in the arena's file system, others may want some."""
-_MOST_DRAIN: Final = 86400.0
-_MOST_UID: Final = (1 << 32) - 2
-_MOST_PID: Final = 1 << 22
-"""Linux gives no higher one."""
-TOKEN_VARIABLE: Final = "KVPAGER_TOKEN"
-"""The environment variable that holds the token where no file does."""
-_COLD_SECRET: Final = "KVPAGER_COLD_SECRET"
-"""The environment variable that holds the cold tier's secret where no file does."""
-_NO_FILE: Final = "memory"
-_NO_ADMIN: Final = "off"
-
-
-def parse_bytes(setting: str, text: str) -> int:
-    """Bytes that a size like ``8G``, ``512M``, ``1.5GiB`` or ``4096`` means; units are powers of 1024.
-
-    Raises:
-        ConfigError: it is none; the error names the setting.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise ConfigError(setting, f"must be a size like 8G, 512M or 1.5G, got {text[:40]!r}")
-    number, unit = found.groups()
-    try:
-        count = (
-            int(float(number) * (1 << _UNITS[unit.upper()]))
-            if "." in number
-            else (int(number) << _UNITS[unit.upper()])
-        )
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(setting, f"must be a size like 8G, 512M or 1.5G, got {text[:40]!r}") from error
-    return expect_integer(setting, count, 1, MOST_BYTES)
 
 
 def add_parser(commands: Any) -> None:
@@ -91,138 +63,48 @@ def add_parser(commands: Any) -> None:
         description=inspect.cleandoc(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--socket",
-        metavar="PATH",
-        help="where to listen (default: kvpager/sidecar.sock in $XDG_RUNTIME_DIR or /run/user/UID, "
-        "or /tmp/kvpager-UID/sidecar.sock)",
-    )
-    parser.add_argument(
-        "--host-bytes",
-        metavar="SIZE",
-        help="host memory, as 8G or 512M (default: that of the arena that is there, "
-        "or a quarter of what is free)",
-    )
-    parser.add_argument(
-        "--cold", metavar="URL", help="the cold tier: redis://..., unix://..., disk:///folder (default: none)"
-    )
-    parser.add_argument("--cold-bytes", metavar="SIZE", help="most bytes of a cold tier on disk")
-    parser.add_argument(
-        "--quota",
-        metavar="TENANT=SIZE",
-        action="append",
-        default=[],
-        help="the most host memory that a tenant's blocks take, as acme=8G; *: of every other tenant; may be "
-        "given several times",
-    )
-    parser.add_argument(
-        "--cold-secret-file",
-        metavar="FILE",
-        help="seal what goes to the cold tier (AES-256-GCM) under the secret in a file that only its owner "
-        f"can read (default: ${_COLD_SECRET}, or not sealed)",
-    )
-    parser.add_argument(
-        "--allow-uid",
-        metavar="N",
-        type=int,
-        action="append",
-        default=[],
-        help="another user who may connect; may be given several times",
-    )
-    parser.add_argument(
-        "--listen",
-        metavar="HOST:PORT",
-        help="let clients in over TCP as well, who say the token (default: the socket alone)",
-    )
-    parser.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help="what clients over TCP must say, in a file that only its owner can read; each line a token, or "
-        "TENANT:TOKEN for one that opens spaces of this tenant alone; # begins a comment "
-        f"(default: ${TOKEN_VARIABLE})",
-    )
-    parser.add_argument(
-        "--tls-cert", metavar="FILE", help="speak TLS over TCP: the certificate and its chain"
-    )
-    parser.add_argument(
-        "--tls-key", metavar="FILE", help="the certificate's key, which only its owner can read"
-    )
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="speak plain TCP on an address that other machines reach: the network sees tokens and blocks",
-    )
-    parser.add_argument(
-        "--arena",
-        metavar="PATH",
-        help="the file that holds the memory (default: one of the socket's own in /dev/shm); "
-        f"{_NO_FILE}: memory without a file, which does not outlive this process",
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", help="give up what an earlier process left in the arena"
-    )
-    parser.add_argument(
-        "--keep-arena", action="store_true", help="leave the arena for the next process when it is stopped"
-    )
-    parser.add_argument(
-        "--drain",
-        metavar="SECONDS",
-        type=float,
-        default=30.0,
-        help="for commits and writes to the cold tier when it is stopped (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--with-process",
-        metavar="PID",
-        type=int,
-        help="stop when this process is gone, however it ended (default: serve until it is asked to stop)",
-    )
-    parser.add_argument(
-        "--admin",
-        metavar="HOST:PORT",
-        default=DEFAULT_ADDRESS,
-        help=f"where operators look and change things over HTTP; {_NO_ADMIN}: nowhere (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--admin-token-file",
-        metavar="FILE",
-        help="what operators say, in a file that only its owner can read; each line read:TOKEN or "
-        "operate:TOKEN (default: the socket's path with .admin.token, made at the first start)",
-    )
-    parser.add_argument("--admin-tls-cert", metavar="FILE", help="HTTPS: the certificate and its chain")
-    parser.add_argument(
-        "--admin-tls-key", metavar="FILE", help="the certificate's key, which only its owner can read"
-    )
-    parser.add_argument("--quiet", action="store_true", help="say nothing unless something is wrong")
+    add_settings(parser)
     parser.set_defaults(run=_run, settings=_settings)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:
-    """The option that each setting comes from."""
-    return {
+    """Where each setting comes from, in words: its flag, its variable, or its place in the file."""
+    given: dict[str, Given] = getattr(options, "given", {})
+    words = {one.setting.flag: one.where for one in given.values()}
+    sealed = "--cold-secret-file" if options.cold_secret_file is not None else f"${COLD_SECRET_VARIABLE}"
+    names = {
         "host_bytes": "--host-bytes",
         "socket": "--socket",
         "arena": "--arena",
         "cold.url": "--cold",
         "cold.path": "--cold",
         "cold.capacity_bytes": "--cold-bytes",
-        "cold.secret": f"${_COLD_SECRET}" if options.cold_secret_file is None else "--cold-secret-file",
+        "cold.secret": sealed,
     }
+    return {**words, **{setting: words.get(flag, flag) for setting, flag in names.items()}}
+
+
+def _fill(options: argparse.Namespace) -> None:
+    """Put the value of every setting in place of what the command line gave.
+
+    Raises:
+        ConfigError: one has none, or the file that is to be read says what it cannot.
+    """
+    options.given = find_settings(options, os.environ)
+    for name, given in options.given.items():
+        setattr(options, name, given.value())
 
 
 def _run(options: argparse.Namespace) -> int:
-    drain = expect_seconds("--drain", options.drain, _MOST_DRAIN)
-    uids = [expect_integer("--allow-uid", uid, 0, _MOST_UID) for uid in options.allow_uid]
-    host_bytes = None if options.host_bytes is None else parse_bytes("--host-bytes", options.host_bytes)
-    cold_bytes = None if options.cold_bytes is None else parse_bytes("--cold-bytes", options.cold_bytes)
+    _fill(options)
+    host_bytes, cold_bytes, drain = options.host_bytes, options.cold_bytes, options.drain
     if cold_bytes is not None and options.cold is None:
         raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
-    quotas = _quotas_of(options.quota)
     source = ColdSource(options.cold, _cold_secret(options))
     remote = _remote_of(options)
     admin = _admin_of(options)
-    if options.arena == _NO_FILE and (options.fresh or options.keep_arena):
-        raise ConfigError("--arena", f"{_NO_FILE} is no file that could be left, or be there")
+    if options.arena == NO_FILE and (options.fresh or options.keep_arena):
+        raise ConfigError("--arena", f"{NO_FILE} is no file that could be left, or be there")
     path = default_socket_path(make=True) if options.socket is None else options.socket
 
     def say(text: str) -> None:
@@ -242,7 +124,7 @@ def _run(options: argparse.Namespace) -> int:
             stack.callback(cold.close)
         refuse_if_taken(path)
         arena = None
-        if options.arena != _NO_FILE:
+        if options.arena != NO_FILE:
             with interruptions.put_off():
                 arena = ArenaFile(
                     default_arena_path(os.fspath(path)) if options.arena is None else options.arena,
@@ -254,7 +136,7 @@ def _run(options: argparse.Namespace) -> int:
             # What ends it before it is stopped is no reason to lose blocks.
             arena.keep = arena.keep or arena.nbytes > 0
         with interruptions.put_off():
-            host = HostStore(host_bytes or usual_bytes(arena), cold=cold, arena=arena, quotas=quotas)
+            host = HostStore(host_bytes or usual_bytes(arena), cold=cold, arena=arena, quotas=options.quota)
             stack.callback(host.close)
         if host.stats.adopted:
             say(f"{host.stats.adopted} blocks were there, and are served")
@@ -267,7 +149,9 @@ def _run(options: argparse.Namespace) -> int:
                     arena.remove()
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(host, source, path, uids, remote, admin, drain, watched, say, leave))
+            runner.run(
+                _serve(host, source, path, options.allow_uid, remote, admin, drain, watched, say, leave)
+            )
         # Whoever still waits in a thread is woken by the store's end.
     say("stopped")
     return 0
@@ -275,7 +159,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _pidfd_of(process: int) -> int:
     """A descriptor that is readable when a process is gone; the caller closes it."""
-    expect_integer("--with-process", process, 1, _MOST_PID)
     try:
         return os.pidfd_open(process)
     except OSError as error:
@@ -292,19 +175,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _quotas_of(given: list[str]) -> dict[str, int]:
-    """Bytes by tenant, of ``TENANT=SIZE`` each."""
-    quotas: dict[str, int] = {}
-    for text in given:
-        tenant, said, size = text.rpartition("=")
-        if not said:
-            raise ConfigError("--quota", f"must be TENANT=SIZE, got {shown(text)}")
-        if tenant in quotas:
-            raise ConfigError("--quota", f"names tenant {tenant!r} twice")
-        quotas[tenant] = parse_bytes("--quota", size)
-    return check_quotas("--quota", quotas)
-
-
 def _cold_secret(options: argparse.Namespace) -> bytes | None:
     """What the cold tier's records are sealed under, if they are."""
     if options.cold_secret_file is not None:
@@ -312,7 +182,7 @@ def _cold_secret(options: argparse.Namespace) -> bytes | None:
             raise ConfigError("--cold-secret-file", "is for a cold tier, and --cold names none")
         return read_secret_file("--cold-secret-file", options.cold_secret_file)
     # The variable may be there for several sidecars, of which not all have a cold tier.
-    return os.environ.get(_COLD_SECRET, "").encode() or None
+    return os.environ.get(COLD_SECRET_VARIABLE, "").encode() or None
 
 
 def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
@@ -348,10 +218,10 @@ def _remote_of(options: argparse.Namespace) -> RemoteAccess | None:
 def _admin_of(options: argparse.Namespace) -> AdminOptions | None:
     """How operators are served, if they are."""
     files = options.admin_token_file, options.admin_tls_cert, options.admin_tls_key
-    if options.admin != _NO_ADMIN:
+    if options.admin != NO_ADMIN:
         return AdminOptions(options.admin, *files)
     if any(files):
-        raise ConfigError("--admin", f"is {_NO_ADMIN}, and files are named for it")
+        raise ConfigError("--admin", f"is {NO_ADMIN}, and files are named for it")
     return None
 
 
@@ -369,7 +239,7 @@ def usual_bytes(arena: ArenaFile | None) -> int:
                 "another --arena, or --arena=%s has more",
                 format_bytes(most),
                 arena.path,
-                _NO_FILE,
+                NO_FILE,
             )
         share = min(share, most)
     return max(1 << 20, share)
@@ -379,7 +249,7 @@ async def _serve(
     host: HostStore,
     source: ColdSource,
     path: str | os.PathLike[str],
-    uids: list[int],
+    uids: Collection[int],
     remote: RemoteAccess | None,
     admin: AdminOptions | None,
     drain: float,

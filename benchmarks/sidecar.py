@@ -34,14 +34,13 @@ import kvpager
 import numpy as np
 from kvpager.api.client import Connection
 from kvpager.api.messages import Abort, Commit, Evict, GetStats, Leased, Match, Release, Reserve, Reserved
-from kvpager.api.serve import parse_bytes
 from kvpager.benchmarks.report import write_report
 from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.host import HostStore
 from kvpager.tests.certificates import Authority
 from kvpager.tests.raw_client import LAYOUT, RawClient, names
 from kvpager.tiers.layout import KVLayout
-from kvpager.tiers.memory import format_bytes
+from kvpager.tiers.memory import format_bytes, parse_bytes
 
 RESIDENT: Final = 65_536
 """Blocks of the longest prefix: 1M tokens of 16."""

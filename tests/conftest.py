@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,6 +48,12 @@ def usual_signals() -> None:
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def settings_of_this_machine() -> None:
+    """They are not those of the tests' sidecars."""
+    os.environ["KVPAGER_CONFIG"] = os.devnull
 
 
 @pytest.fixture(scope="module", params=DEVICES)

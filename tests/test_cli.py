@@ -10,7 +10,7 @@ from pathlib import Path
 
 import kvpager
 import pytest
-from kvpager.api.cli import main
+from kvpager.api.cli import command_parser, main
 from kvpager.tests.process_tree import await_child, is_there
 
 SCRIPT = Path(sys.executable).with_name("kvpager")
@@ -21,9 +21,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-def check_one_line(code: int, error: str, begins: str) -> None:
+def check_one_line(code: int, error: str, begins: str, *, expected: int = 1) -> None:
     """It failed, and said why in one line."""
-    assert code == 1
+    assert code == expected
     assert error.startswith(begins)
     assert error.count("\n") == 1
     assert "Traceback" not in error
@@ -38,7 +38,8 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
-    assert "demo" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert all(f"\n    {command} " in shown for command in command_parser()[1])
     with pytest.raises(SystemExit) as ended:
         main(["demo", "--help"])
     assert ended.value.code == 0
@@ -65,18 +66,19 @@ def test_wrong_usage_ends_with_2(arguments: list[str], capsys: pytest.CaptureFix
     assert "usage: kvpager" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["demo", "serve", "doctor"])
+@pytest.mark.parametrize("command", [*command_parser()[1]])
 def test_an_unknown_option_is_told_with_the_usage_of_its_command(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    needed = {"config": ["show"], "pin": ["x"], "unpin": ["x"], "completion": ["bash"]}.get(command, [])
     with pytest.raises(SystemExit) as ended:
-        main([command, "--bogus"])
+        main([command, *needed, "--bogus"])
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"usage: kvpager {command} ")
     assert f"kvpager {command}: error: unrecognized arguments: --bogus" in said
     with pytest.raises(SystemExit):
-        main(["--bogus", command])
+        main(["--bogus", command, *needed])
     assert capsys.readouterr().err.startswith("usage: kvpager [-h]")
 
 
@@ -129,7 +131,7 @@ def test_options_of_the_demo_that_contradict_each_other_are_refused(
 
 def test_a_demo_without_its_sidecar_says_so(tmp_path: Path) -> None:
     done = run("demo", "--sidecar", "--socket", str(tmp_path / "none"))
-    check_one_line(done.returncode, done.stderr, f"kvpager demo: unix://{tmp_path}/none")
+    check_one_line(done.returncode, done.stderr, f"kvpager demo: unix://{tmp_path}/none", expected=3)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--sidecar"]])
@@ -203,12 +205,12 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("kvpager-demo-*"))
 
 
-@pytest.mark.parametrize("command", ["serve", "demo", "doctor"])
+@pytest.mark.parametrize("command", ["serve", "demo", "doctor", "size", "status"])
 def test_one_that_is_interrupted_while_it_is_imported_says_nothing(command: str) -> None:
     # The signal comes when numpy is imported: by then the command line is running, and no command is.
     program = """
 import builtins, os, signal, sys
-from kvpager.api.cli import main
+from kvpager.api.cli import command_parser, main
 importing = builtins.__import__
 def interrupted(name, *more):
     if name.partition(".")[0] == "numpy":

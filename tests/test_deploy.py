@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from kvpager.api import doctor, serve
-from kvpager.api.serve import parse_bytes
 from kvpager.tests.serve_process import ServeProcess
+from kvpager.tiers.memory import parse_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"

@@ -369,8 +369,9 @@ def test_an_engine_whose_host_memory_was_closed_under_it_is_closed_all_the_same(
     sequence = llm.submit(llama.prompts[LONG], GREEDY)
     run_until(llm, sequence, SequenceState.DECODING)
     host.close()
+    # Whole blocks that the device tier does not have are looked for in host memory.
     with pytest.raises(ClosedError):
-        llm.generate(llama.prompts[SHORT])
+        llm.generate(llama.prompts[LONG][::-1])
     llm.close()
     assert llm.closed
     assert "the host memory was closed before the engine" in caplog.text

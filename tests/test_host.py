@@ -91,6 +91,7 @@ def test_what_was_put_is_got_as_far_as_the_prefix_goes() -> None:
         assert (out[:3] == blocks(0, 3)).all()
         assert not out[3:].any()
         assert (host.stats.matched, host.stats.missed, host.stats.committed) == (3, 2, 4)
+        assert host.stats.matched_tokens == 3 * SMALL.block_size
 
 
 def test_rows_may_lie_apart_but_must_be_whole_blocks_of_bytes() -> None:

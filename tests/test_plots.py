@@ -78,7 +78,7 @@ def test_the_page_says_of_each_batch_in_hbm_whether_its_target_is_met() -> None:
 
 def test_no_other_figures_are_committed_or_shown() -> None:
     names = {f"{plot.name}.svg" for plot in PLOTS}
-    assert {path.name for path in FIGURES.iterdir()} == names
+    assert {path.name for path in FIGURES.glob("*.svg")} == names
     assert set(re.findall(r"\(figures/(.*?)\)", PAGE)) == names
 
 

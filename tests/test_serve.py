@@ -14,14 +14,13 @@ import pytest
 from kvpager.api import serve as command
 from kvpager.api.cli import main
 from kvpager.api.messages import Commit, Count, Flush, GetStats, Leased, Load, Match, Put, Reserve, Stats
-from kvpager.api.serve import parse_bytes
 from kvpager.kvstore.host import HostStore
 from kvpager.tests.raw_client import LAYOUT, RawClient, names, store
 from kvpager.tests.serve_process import remove_arena
 from kvpager.tiers.arena_file import ArenaFile, default_arena_path
 from kvpager.tiers.cold_url import open_cold_tier
 from kvpager.tiers.errors import ConfigError, ServiceUnavailableError
-from kvpager.tiers.memory import MemoryHeadroom
+from kvpager.tiers.memory import MemoryHeadroom, parse_bytes
 
 SIZE = LAYOUT.block_bytes
 

@@ -7,16 +7,22 @@ and 2), whichever is least. Sources: proc(5); the kernel's admin-guide/cgroup-v2
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MemoryHeadroom", "format_bytes", "memory_headroom", "memory_limits"]
+from .errors import ConfigError
+from .settings import MOST_BYTES, expect_integer
+
+__all__ = ["MemoryHeadroom", "format_bytes", "memory_headroom", "memory_limits", "parse_bytes"]
 
 _NO_LIMIT: Final = 1 << 60
 """Version 1 writes "no limit" as a number near 2**63 rounded down to a page."""
 _RESERVE_SHARE: Final = 32
 _RESERVE_MOST: Final = 1 << 30
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.ASCII | re.IGNORECASE)
+_UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,27 @@ def format_bytes(count: int) -> str:
         if value < 1024:
             return f"{value:.1f} {unit}"
     return f"{value / 1024:.1f} TiB"
+
+
+def parse_bytes(setting: str, text: str) -> int:
+    """Bytes that a size like ``8G``, ``512M``, ``1.5GiB`` or ``4096`` means; units are powers of 1024.
+
+    Raises:
+        ConfigError: it is none; the error names the setting.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(setting, f"must be a size like 8G, 512M or 1.5G, got {text[:40]!r}")
+    number, unit = found.groups()
+    try:
+        count = (
+            int(float(number) * (1 << _UNITS[unit.upper()]))
+            if "." in number
+            else (int(number) << _UNITS[unit.upper()])
+        )
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(setting, f"must be a size like 8G, 512M or 1.5G, got {text[:40]!r}") from error
+    return expect_integer(setting, count, 1, MOST_BYTES)
 
 
 def memory_headroom(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MemoryHeadroom:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Collection, Sequence
 from typing import Any, Final, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ __all__ = [
     "expect_seconds",
     "expect_text",
     "expect_type",
+    "public_url",
     "shown",
     "shown_url",
 ]
@@ -60,6 +62,25 @@ def shown_url(url: str) -> str:
     if "@" not in rest and "?" not in rest:
         return shown(url)
     return shown(f"{scheme}{separator}...")
+
+
+def public_url(url: str) -> str:
+    """A URL as an operator may see it: passwords in it, and in its query, are three stars.
+
+    One that cannot be taken apart is cut as by `shown_url`.
+    """
+    try:
+        parts = urlsplit(url)
+        query = parse_qsl(parts.query, keep_blank_values=True)
+    except ValueError:
+        return shown_url(url)
+    user, at, place = parts.netloc.rpartition("@")
+    name, colon, _ = user.partition(":")
+    hidden = [(key, "***" if "password" in key.lower() else value) for key, value in query]
+    if not colon and hidden == query:
+        return url
+    asked = f"?{urlencode(hidden, safe='*/:')}" if hidden else ""
+    return f"{parts.scheme}://{name}{colon and ':***'}{at}{place}{parts.path}{asked}"
 
 
 def expect_integer(setting: str, value: object, least: int, most: int | None = None) -> int:

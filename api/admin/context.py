@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Annotated
@@ -11,6 +12,8 @@ from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
 
 from ..client_async import AsyncConnection, AsyncSpace
+from ..measurements import measurements_path
+from .ceilings import Ceilings
 from .feed import Feed
 from .models import Role
 from .safety import role_of
@@ -31,6 +34,7 @@ class Admin:
         connection, group: as given.
         watch: knows how the sidecar is.
         feed: its events.
+        ceilings: what the machine reaches at best.
         configuring: held while settings are looked at and set.
     """
 
@@ -41,6 +45,7 @@ class Admin:
         self.group = group
         self.watch = Watch(connection)
         self.feed = Feed(self.watch, connect)
+        self.ceilings = Ceilings(measurements_path(os.environ))
         self.configuring = asyncio.Lock()
 
     async def space(self, name: str) -> AsyncSpace:

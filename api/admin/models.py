@@ -297,6 +297,11 @@ class Flow(_Answer):
     best_bytes_per_second: float | None = Field(
         ge=0, description="the best of such figures since the admin process was started"
     )
+    ceiling_bytes_per_second: float | None = Field(
+        ge=0,
+        description="what `kvpager bench` last measured that the machine reaches at best; null: it did not",
+        examples=[55_834_574_848.0],
+    )
 
 
 class Tier(_Answer):

@@ -281,10 +281,12 @@ def _flows(admin: Admin, facts: Facts) -> list[Flow]:
                     busy_seconds=None,
                     bytes_per_second=rate or None,
                     best_bytes_per_second=None,
+                    ceiling_bytes_per_second=admin.ceilings.between(source, target, None),
                 )
             )
     cold = facts.stats.get("cold")
     if cold is not None:
+        kind = facts.status.get("cold", {}).get("kind")
         for source, target, name in (
             (TierName.HOST, TierName.COLD, "put"),
             (TierName.COLD, TierName.HOST, "get"),
@@ -298,6 +300,7 @@ def _flows(admin: Admin, facts: Facts) -> list[Flow]:
                     busy_seconds=cold[f"{name}_seconds"],
                     bytes_per_second=rates.lately,
                     best_bytes_per_second=rates.best,
+                    ceiling_bytes_per_second=admin.ceilings.between(source, target, kind),
                 )
             )
     return flows
