@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 _PACKAGES: Final = ("fastapi", "uvicorn", "prometheus_client")
 _GIVEN_UP: Final = 3
-"""The exit code of one that cannot listen."""
+"""The exit code of one that may not, or cannot, listen, and said why."""
 _FIRST_REST: Final = 0.5
 _MOST_REST: Final = 60.0
 _GOOD_SECONDS: Final = 60.0
@@ -96,15 +96,20 @@ async def serve_admin(options: AdminOptions, path: str) -> None:
         )
         return
     rest = _FIRST_REST
+    refused = False
     while True:
         began = time.monotonic()
-        code = await _run(options.command(path))
-        if code == _GIVEN_UP:
-            _log.warning("there is no admin process; the sidecar serves without it")
-            return
+        code = await _run([*options.command(path), *(["--again"] if refused else [])])
         if time.monotonic() - began > _GOOD_SECONDS:
             rest = _FIRST_REST
-        _log.warning("the admin process ended with code %d, and is started again in %g seconds", code, rest)
+            refused = False
+        if code != _GIVEN_UP:
+            _log.warning(
+                "the admin process ended with code %d, and is started again in %g seconds", code, rest
+            )
+        elif not refused:
+            _log.warning("there is no admin process: the sidecar serves without it, and goes on trying")
+            refused = True
         await asyncio.sleep(rest)
         rest = min(_MOST_REST, 2 * rest)
 

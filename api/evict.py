@@ -65,11 +65,17 @@ def _run(options: argparse.Namespace) -> int:
     if options.tenant is not None:
         restrictions["tenant"] = options.tenant
     if options.older_than is not None:
-        restrictions["older_than_seconds"] = expect_seconds("--older-than", options.older_than, _MOST_AGE)
+        restrictions["older_than_seconds"] = expect_seconds(
+            "--older-than", options.older_than, _MOST_AGE, above=True
+        )
     if options.most_bytes is not None:
         restrictions["most_bytes"] = parse_bytes("--most-bytes", options.most_bytes)
     if not restrictions and not options.everything:
         raise ConfigError("--everything", "is needed where nothing else says what is to go")
+    if options.tier == "cold" and not options.prefix and not options.yes:
+        raise ConfigError(
+            "--yes", "is needed: a cold tier does not tell what would go, unless --prefix names it"
+        )
     body = {
         "tier": options.tier,
         "everything": options.everything,

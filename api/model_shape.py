@@ -26,6 +26,8 @@ __all__ = ["ModelShape", "read_shape", "shape_of_figures"]
 
 _KEPT: Final = ("float16", "bfloat16", "float32")
 _USUAL_DTYPE: Final = "bfloat16"
+_MOST: Final = (1 << 31) - 1
+"""Of any figure."""
 _NESTED: Final = ("text_config", "llm_config", "language_config")
 """Where models of several kinds of input keep what is said of text."""
 _WITHOUT_KV: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp"})
@@ -180,7 +182,7 @@ def _latents(width: int) -> str:
 def _json_figures(file: Path) -> _Figures:
     try:
         outer = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is neither a config.json nor a GGUF file: {error}") from error
     if not isinstance(outer, dict):
         raise ModelError(f"{file} must hold a JSON object, not {type(outer).__name__}")
@@ -198,7 +200,10 @@ def _json_figures(file: Path) -> _Figures:
         notes.append(_latents(head_dim))
     else:
         width = _optional(config, "head_dim", "kv_channels")
-        head_dim = width or _number(config, "hidden_size", "n_embd", "d_model") // query_heads
+        hidden = None if width else _number(config, "hidden_size", "n_embd", "d_model")
+        if hidden is not None and hidden % query_heads:
+            raise ModelError(f"its {hidden} dimensions are not divided evenly among {query_heads} heads")
+        head_dim = width or (hidden or 0) // query_heads
         planes, heads = 2, _heads_of_layers(config, layers, query_heads)
     kinds = _layers(config, layers, notes)
     shared = _optional(config, "num_kv_shared_layers") or 0
@@ -283,6 +288,8 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     found = _optional(config, *names)
     if found is None:
         raise ModelError(f"it does not say its {names[0]}: give its figures by options")
+    if found == 0:
+        raise ModelError(f"its {names[0]} must be at least 1")
     return found
 
 
@@ -290,7 +297,7 @@ def _by_layer(config: Mapping[str, Any], name: str, layers: int) -> list[int]:
     """A figure of each layer: one that is the same for all, or one for each."""
     given = config.get(name)
     found: list[Any] = given if isinstance(given, list) else [given] * layers
-    if len(found) != layers or not all(type(one) is int and one >= 0 for one in found):
+    if len(found) != layers or not all(type(one) is int and 0 <= one <= _MOST for one in found):
         raise ModelError(f"its {name} must be a whole number, or one for each layer, not {given!r:.80}")
     return found
 
@@ -301,8 +308,8 @@ def _optional(config: Mapping[str, Any], *names: str) -> int | None:
         value = config.get(name)
         if value is None:
             continue
-        if type(value) is not int or value < 0:
-            raise ModelError(f"its {name} must be a whole number, not {value!r:.80}")
+        if type(value) is not int or not 0 <= value <= _MOST:
+            raise ModelError(f"its {name} must be a whole number up to {_MOST}, not {value!r:.80}")
         return value
     return None
 

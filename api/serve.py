@@ -290,7 +290,7 @@ async def _serve(
     say(f"listening on {where}, {capacity} of host memory{_cold_words(host)}")
     served = None
     if admin is not None:
-        say(f"operators are served on {admin.address}")
+        say(f"starting an admin process for operators, on {admin.address}")
         served = loop.create_task(serve_admin(admin, os.path.abspath(path)))
     await asked.wait()
     if served is not None:

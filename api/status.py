@@ -11,7 +11,7 @@ import json
 import time
 from typing import Any, Final
 
-from ..tiers.errors import ServiceUnavailableError
+from ..tiers.errors import AccessDeniedError, ServiceError, ServiceUnavailableError
 from ..tiers.settings import expect_seconds
 from .admin_client import ADMIN_OPTIONS, AdminClient, add_admin_options, admin_client
 
@@ -56,9 +56,15 @@ def _run(options: argparse.Namespace) -> int:
             time.sleep(seconds)
     from rich.live import Live
 
-    from .status_view import StatusView
+    from .status_view import StatusView, terminal
 
     view = StatusView()
+    console = terminal()
+    if not console.is_terminal:
+        while True:
+            seen = _look_again(options)
+            console.print(view.shown(seen) if "error" not in seen else view.waiting(seen["error"]))
+            time.sleep(seconds)
     with Live(view.waiting(), auto_refresh=False, screen=True) as live:
         while True:
             seen = _look_again(options)
@@ -71,11 +77,19 @@ def _run(options: argparse.Namespace) -> int:
 def _look(admin: AdminClient) -> dict[str, Any]:
     """All that is shown."""
     status = admin.get("status")
-    return {
+    seen: dict[str, Any] = {
         "status": status,
         "tiers": [admin.get(f"tiers/{tier}") for tier in status["tiers"]],
-        "prefixes": admin.get("prefixes", order="hottest", limit=_PREFIXES)["items"],
+        "prefixes": [],
     }
+    try:
+        seen["prefixes"] = admin.get("prefixes", order="hottest", limit=_PREFIXES)["items"]
+    except (ServiceUnavailableError, AccessDeniedError):
+        raise
+    except ServiceError as error:
+        # Memory without a file has no records that another process could look at.
+        seen["no_prefixes"] = str(error)
+    return seen
 
 
 def _look_again(options: argparse.Namespace) -> dict[str, Any]:

@@ -52,7 +52,8 @@ class StatusView:
         """All of it.
 
         Args:
-            seen: ``status``, ``tiers`` and ``prefixes`` as the admin process answers.
+            seen: ``status``, ``tiers`` and ``prefixes`` as the admin process answers; ``no_prefixes``: why
+                there are none.
         """
         status = seen["status"]
         parts: list[RenderableType] = [_head(status)]
@@ -64,6 +65,8 @@ class StatusView:
             parts += [Text(), _spaces(status["spaces"])]
         if seen["prefixes"]:
             parts += [Text(), prefix_table(seen["prefixes"])]
+        elif "no_prefixes" in seen:
+            parts += [Text(), Text(f"No prefixes are told of: {seen['no_prefixes']}.", "dim")]
         self._before = status
         return Group(*parts)
 

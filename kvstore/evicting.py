@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..tiers.cold import ColdPurge, ColdStatus
+from ..tiers.cold import ColdPurge, ColdStatus, ColdTier
 from ..tiers.errors import ColdTierUnavailableError, ConfigError
 from .cold_writes import ColdWrites
 from .handles import Generations
@@ -134,9 +134,34 @@ class SpaceEvictions:
                 gone += len(going) if dry_run else self._room.evict_idle(going)
         return gone, lost
 
-    def count_copied(self, hashes: Sequence[bytes] | None) -> int:
-        """How many of these blocks (None: of all) are resident and have a copy in the cold tier."""
-        return sum(int(np.count_nonzero(self._records.in_cold[slots])) for slots in self._slots_of(hashes))
+    def count_copied(self, cold: ColdTier, hashes: Sequence[bytes] | None, until: float) -> int:
+        """How many of these blocks (None: of all) are resident and have a copy in the cold tier.
+
+        It is asked for those of which that is not known: it may have them since before they came here.
+        """
+        count = 0
+        for slots in self._resident(hashes):
+            with self._shared.lock():
+                known = self._records.in_cold[slots]
+                names = self._records.names(slots[~known])
+            there = (
+                cold.contains(self.space, names, max(0.0, until - time.monotonic())) if names else known[:0]
+            )
+            count += int(np.count_nonzero(known)) + int(np.count_nonzero(there))
+        return count
+
+    def _resident(self, hashes: Sequence[bytes] | None) -> Iterator[Ids]:
+        """The slots of these blocks (None: of all), a few at a time."""
+        if hashes is not None:
+            for names in _from_the_end(hashes, _SLICE):
+                with self._shared.lock():
+                    slots = self._records.slots_of(names)
+                yield slots
+            return
+        with self._shared.lock():
+            slots = self._records.committed_slots
+        for start in range(0, len(slots), _SLICE):
+            yield slots[start : start + _SLICE]
 
     def forget_copies(self, hashes: Sequence[bytes] | None) -> None:
         """The cold tier has no copy of these blocks (None: of any) any more.
@@ -227,7 +252,7 @@ def evict_from_cold(
             raise ColdTierUnavailableError("there is no cold tier")
         for space in spaces:
             left = max(0.0, until - time.monotonic())
-            copied = space.count_copied(hashes)
+            copied = space.count_copied(cold, hashes, until)
             if dry_run:
                 there = np.count_nonzero(cold.contains(space.space, hashes or (), left))
                 done = ColdPurge(int(there), ColdStatus.OK)

@@ -82,7 +82,12 @@ def test_where_the_sidecar_stalls_it_says_so(server: AdminServer) -> None:
     await_true(lambda: server.ask("GET", "/readyz").status_code == 200)
 
 
-def test_a_taken_port_is_told_once_and_the_sidecar_serves(tmp_path: Path) -> None:
+def connects(port: int) -> bool:
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_taken_port_is_told_once_and_listened_on_when_it_is_free(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         command = [sys.executable, "-m", "kvpager.api.cli", "serve", f"--socket={tmp_path}/socket"]
@@ -96,11 +101,14 @@ def test_a_taken_port_is_told_once_and_the_sidecar_serves(tmp_path: Path) -> Non
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(f"{tmp_path}/socket")
             time.sleep(1.5)
+            other.close()
+            await_true(lambda: connects(port))
         finally:
             process.terminate()
             rest = process.communicate(timeout=60)[1]
         assert (process.returncode, rest) == (0, "")
-        assert sorted(path.name for path in tmp_path.iterdir()) == []
+        # Tokens are for the next one, too.
+        assert [path.name for path in tmp_path.iterdir()] == ["socket.admin.token"]
 
 
 @pytest.mark.parametrize(

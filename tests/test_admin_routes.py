@@ -211,6 +211,33 @@ def test_what_is_demoted_comes_up_again(server: AdminServer, engine: Connection)
     assert promoted["moved_blocks"] == 1
 
 
+def test_a_prefix_that_goes_from_one_tenant_takes_nothing_of_another(
+    server: AdminServer, engine: Connection
+) -> None:
+    long, short = prompt(31, 8), prompt(31, 5)
+    hashes = store_prompt(engine, long, tenant="goes")
+    store_prompt(engine, short, tenant="keeps")
+    last = hashes[-1].hex()
+    asked = {"prefixes": [last, hashes[4].hex()], "tenant": "goes"}
+    assert server.operate("POST", "/v1/evict", {**asked, "dry_run": True})["blocks"] == 8
+    some = server.operate("POST", "/v1/evict", {"prefixes": [last], "most_bytes": 3 * BLOCK})
+    assert (some["blocks"], host(server, "goes")["blocks"], host(server, "keeps")["blocks"]) == (3, 5, 5)
+    rest = {"prefixes": [hashes[4].hex()], "tenant": "goes"}
+    assert server.operate("POST", "/v1/evict", rest)["blocks"] == 5
+    assert (host(server, "goes")["blocks"], host(server, "keeps")["blocks"]) == (0, 5)
+
+
+def test_what_host_memory_has_too_is_not_lost_with_its_copy(server: AdminServer, engine: Connection) -> None:
+    tokens = prompt(32, 4)
+    hashes = store_prompt(engine, tokens, tenant="twice")
+    assert server.operate("POST", f"/v1/prefixes/{hashes[-1].hex()}/demote")["moved_blocks"] == 4
+    # They are computed again by an engine that did not look for them: nobody knows of the copies.
+    store_prompt(engine, tokens, tenant="twice")
+    asked = {"prefixes": [hashes[-1].hex()], "tenant": "twice", "tier": "cold"}
+    gone = server.operate("POST", "/v1/evict", asked)
+    assert (gone["blocks"], gone["lost_blocks"], host(server, "twice")["blocks"]) == (4, 0, 4)
+
+
 def test_an_eviction_is_tried_before_it_is_done(server: AdminServer, engine: Connection) -> None:
     hashes = store_prompt(engine, prompt(12, 6), tenant="evicts")
     engine.flush()

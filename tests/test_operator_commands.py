@@ -276,3 +276,24 @@ def test_a_terminal_shows_it_until_ctrl_c(server: AdminServer) -> None:
         os.close(screen)
         watch.kill()
         watch.wait()
+
+
+def test_memory_without_records_has_a_status_all_the_same(tmp_path: Path, capsys: Output) -> None:
+    with AdminServer(tmp_path / "socket", "--arena=memory") as server:
+        assert main(["status", "--socket", str(server.path)]) == 0
+        assert "No prefixes are told of: the sidecar's memory has no records" in capsys.readouterr().out
+
+
+def test_what_goes_from_the_cold_tier_is_told_of_prefixes_alone(server: AdminServer, capsys: Output) -> None:
+    assert main(["evict", "--tier", "cold", "--everything", "--socket", str(server.path)]) == 1
+    assert "--yes: is needed" in capsys.readouterr().err
+
+
+def test_a_file_gets_what_is_watched_too(server: AdminServer) -> None:
+    watch = watching(server, "--watch", "0.2")
+    try:
+        assert watch.stdout is not None
+        assert "kvpager" in watch.stdout.readline()
+    finally:
+        watch.send_signal(signal.SIGINT)
+        watch.communicate(timeout=30)

@@ -172,8 +172,14 @@ def test_what_layers_keep_is_read_from_config_json(
     ("config", "said"),
     [
         ([], "must hold a JSON object, not list"),
+        ({**LLAMA_70B, "num_attention_heads": 0}, "its num_attention_heads must be at least 1"),
+        ({**LLAMA_70B, "num_attention_heads": 7}, "dimensions are not divided evenly among 7 heads"),
+        ({**LLAMA_70B, "num_hidden_layers": 10**20}, "must be a whole number up to 2147483647"),
         ({}, "it does not say its num_hidden_layers: give its figures by options"),
-        ({"num_hidden_layers": "many"}, "its num_hidden_layers must be a whole number, not 'many'"),
+        (
+            {"num_hidden_layers": "many"},
+            "its num_hidden_layers must be a whole number up to 2147483647, not 'many'",
+        ),
         ({**LLAMA_70B, "num_key_value_heads": [8]}, "its num_key_value_heads must be a whole number, or one"),
         ({**LLAMA_70B, "layer_types": ["dream"] * 80}, "it has layers of type dream, which are not known"),
         ({**LLAMA_70B, "layer_types": ["full_attention"]}, "its layer_types must name each of 80 layers"),
@@ -188,6 +194,13 @@ def test_what_a_config_json_lacks_is_told_of_the_model(
     assert error.startswith("kvpager size: MODEL: ")
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_config_json_that_is_too_deep_is_told_of_the_model(tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("[" * 100_000)
+    assert main(["size", str(file)]) == 1
+    assert "is neither a config.json nor a GGUF file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from .tokens import Tokens, make_token_file
 __all__ = ["TAKEN", "main"]
 
 TAKEN: Final = 3
-"""The exit code where it may not, or cannot, listen: trying again is of no use."""
+"""The exit code where it may not, or cannot, listen."""
 _TIMEOUT: Final = 3.0
 """Seconds that the sidecar may take to answer."""
 _MOST_CONNECTIONS: Final = 128
@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         listening = listen(options.listen, has_tokens=options.token_file is not None)
     except KVPagerError as error:
-        print(f"kvpager admin: {error}", file=sys.stderr)
-        return TAKEN
+        return _refused(error, options)
     with listening:
         try:
             tls = _tls(options)
@@ -56,10 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 make_token_file(tokens)
             known = Tokens.read("--admin-token-file", tokens)
         except KVPagerError as error:
-            print(f"kvpager admin: {error}", file=sys.stderr)
-            return TAKEN
+            return _refused(error, options)
         asyncio.run(_serve(options.socket, listening, known, tokens, tls))
     return 0
+
+
+def _refused(error: KVPagerError, options: argparse.Namespace) -> int:
+    if not options.again:
+        print(f"kvpager admin: {error}", file=sys.stderr)
+    return TAKEN
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -69,6 +73,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--token-file", metavar="FILE")
     parser.add_argument("--tls-cert", metavar="FILE")
     parser.add_argument("--tls-key", metavar="FILE")
+    parser.add_argument("--again", action="store_true", help="why it cannot listen was said already")
     return parser.parse_args(arguments)
 
 

@@ -697,8 +697,8 @@ class ConfigChange(_Body):
     model_config = ConfigDict(json_schema_extra={"examples": [{"clean_ahead": 0.5}]})
 
     policy: PolicyName | None = None
-    clean_ahead: float | None = Field(None, ge=0, le=1)
-    cold_deadline: float | None = Field(None, gt=0, le=_MOST_DEADLINE, description="seconds")
+    clean_ahead: float | None = Field(None, ge=0, le=1, strict=True)
+    cold_deadline: float | None = Field(None, gt=0, le=_MOST_DEADLINE, strict=True, description="seconds")
     quotas: dict[TenantName, Annotated[int, Field(gt=0, le=_MOST_COUNT)]] | None = Field(
         None, max_length=4096, description="all of them: a tenant that is not named has none"
     )

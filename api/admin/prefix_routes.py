@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple
 
@@ -248,22 +249,33 @@ async def evict(asked: EvictRequest, admin: AdminHere) -> Evicted:
     await _refuse_unknown(admin, asked)
     if asked.tier == "cold":
         await admin.refuse_without_cold()
-    names: list[bytes] = []
-    for one in asked.prefixes:
-        for tree, node in await _resident(admin, one, None):
-            if not asked.spaces or tree.space.id.hex() in asked.spaces:
-                names += tree.names(await asyncio.to_thread(tree.own, node))
-    done = await admin.connection.evict_where(
+    evict_where = partial(
+        admin.connection.evict_where,
         tenant=asked.tenant,
-        spaces=[bytes.fromhex(one) for one in asked.spaces] or None,
-        hashes=names if asked.prefixes else None,
         older_than=asked.older_than_seconds,
         tier=asked.tier,
-        most_bytes=asked.most_bytes,
         dry_run=asked.dry_run,
     )
+    if not asked.prefixes:
+        spaces = [bytes.fromhex(one) for one in asked.spaces] or None
+        gone = [await evict_where(spaces=spaces, most_bytes=asked.most_bytes)]
+    else:
+        gone = []
+        left = asked.most_bytes
+        # What one space has of a prefix alone, another may have of several.
+        for space, names in (await _own_blocks(admin, asked)).items():
+            gone.append(await evict_where(spaces=[space], hashes=names, most_bytes=left))
+            if left is not None:
+                left -= gone[-1].bytes
+                if left <= 0:
+                    break
     admin.watch.changed()
-    return Evicted(dry_run=asked.dry_run, blocks=done.blocks, bytes=done.bytes, lost_blocks=done.lost)
+    return Evicted(
+        dry_run=asked.dry_run,
+        blocks=sum(one.blocks for one in gone),
+        bytes=sum(one.bytes for one in gone),
+        lost_blocks=sum(one.lost for one in gone),
+    )
 
 
 @router.post("/warm", responses=documented(401, 403, 404, 409, 413, 422, 503))
@@ -276,6 +288,20 @@ async def warm(asked: WarmRequest, admin: AdminHere) -> Warmed:
 
 
 # Inside
+
+
+async def _own_blocks(admin: Admin, asked: EvictRequest) -> dict[bytes, list[bytes]]:
+    """By space, the blocks that the prefixes named have there alone."""
+    found: dict[bytes, dict[bytes, None]] = {}
+    for prefix in asked.prefixes:
+        for tree, node in await _resident(admin, prefix, None):
+            space = tree.space
+            if asked.spaces and space.id.hex() not in asked.spaces:
+                continue
+            if asked.tenant is None or space.tenant == asked.tenant:
+                names = tree.names(await asyncio.to_thread(tree.own, node))
+                found.setdefault(space.id, {}).update(dict.fromkeys(names))
+    return {space: list(names) for space, names in found.items()}
 
 
 async def _refuse_unknown(admin: Admin, asked: EvictRequest) -> None:
