@@ -182,14 +182,17 @@ def test_who_has_no_block_that_could_go_below_waits_for_no_room(llama: Case, mak
     sequence = llm.submit(llama.prompts[SHORT], params)
     run_until(llm, sequence, SequenceState.DECODING)
     llm.step()
-    # Both go on from the one block, partly filled; a copy to write has no room beside it.
+    # Both go on from the one block, partly filled; a copy to write has no room beside it, nor below.
     twin = llm.fork(sequence)
+    pinned = pin_host(llm)
     started = time.monotonic()
     done = finish(llm, [sequence, twin])
     assert time.monotonic() - started < HOPELESS_SECONDS
     assert FinishReason.CAPACITY in {one.finish_reason for one in done}
     for one in done:
         assert one.token_ids == llama.truth[SHORT][: len(one.token_ids)]
+    assert llm.store.host is not None
+    assert llm.store.host.unpin(pinned) == len(pinned)
     check_nothing_is_held(llm)
 
 
