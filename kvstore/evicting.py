@@ -168,18 +168,9 @@ class SpaceEvictions:
 
         Of what is being copied there at this moment it may be told otherwise: that costs a hit.
         """
-        for slots in self._slots_of(hashes):
-            self._records.in_cold[slots] = False
-
-    def _slots_of(self, hashes: Sequence[bytes] | None) -> Iterator[Ids | slice]:
-        """The slots of resident blocks, a few at a time, each time with the lock held."""
-        if hashes is None:
+        for slots in self._resident(hashes):
             with self._shared.lock():
-                yield slice(None)
-            return
-        for names in _from_the_end(hashes, _SLICE):
-            with self._shared.lock():
-                yield self._records.slots_of(names)
+                self._records.in_cold[slots] = False
 
 
 def evict_from_host(
