@@ -521,7 +521,7 @@ class HostStore:
     def _take_over(self, saved: SavedSpace) -> None:
         """A space that another process had is this one's."""
         shared = self._shared
-        space = HostSpace(shared, saved.layout, saved.shard, saved.tenant, saved.records)
+        space = HostSpace(shared, saved.name.layout, saved.name.shard, saved.name.tenant, saved.records)
         self._spaces[space.id] = space
         if saved.barred is not None:
             space.bar(saved.barred)
@@ -533,7 +533,7 @@ class HostStore:
                 "%d records of a space of %s are damaged: their slots are out of use until nobody is left "
                 "who might write there",
                 saved.adopted.damaged,
-                saved.layout,
+                saved.name.layout,
             )
 
     def _written_by_another_thread(self, until: float) -> int:

@@ -56,7 +56,7 @@ def space_in(section: Section) -> SpaceName:
     try:
         *values, shard, tenant = msgpack.unpackb(section.about)
         name = SpaceName(KVLayout(**dict(zip(_FIELDS, values, strict=True))), shard, tenant)
-        space_id(name.layout, name.shard, name.tenant)
+        _ = name.id  # which refuses what names no space
     except (ValueError, TypeError, ConfigError) as error:
         raise IntegrityError(f"the description of a space is damaged: {error}") from error
     return name
@@ -67,15 +67,13 @@ class SavedSpace:
     """A space that another process had.
 
     Args:
-        layout, shard, tenant: what it is of.
+        name: what it is of.
         records: its slots.
         adopted: what was found of them.
         barred: the section about what the cold tier was to remove and did not yet; None: nothing.
     """
 
-    layout: KVLayout
-    shard: str
-    tenant: str
+    name: SpaceName
     records: SlotRecords
     adopted: Adopted
     barred: Section | None = None
@@ -114,15 +112,13 @@ def read_spaces(
         _read(file, section, num_extents, make_policy(), same_cold)
         for section in file.sections(SectionKind.SPACE)
     ]
-    if len({space_id(one.layout, one.shard, one.tenant) for one in found}) < len(found):
+    if len({one.name.id for one in found}) < len(found):
         raise IntegrityError("a space is described twice")
     barred: dict[bytes, Section] = {}
     for section in file.sections(SectionKind.BARRED):
         read_barred(section)
         barred[section.about[:HASH_BYTES]] = section
-    found = [
-        replace(one, barred=barred.pop(space_id(one.layout, one.shard, one.tenant), None)) for one in found
-    ]
+    found = [replace(one, barred=barred.pop(one.name.id, None)) for one in found]
     for section in barred.values():
         file.remove(section)
     extents = [extent for one in found for extent in one.records.extents]
@@ -141,5 +137,4 @@ def _read(
         raise IntegrityError("a space's blocks do not fit the arena's extents")
     arrays = SlotArrays.recorded(section, capacity, num_extents, name.id)
     records = SlotRecords(per_extent, num_extents, policy, arrays)
-    adopted = records.adopt(same_cold=same_cold)
-    return SavedSpace(name.layout, name.shard, name.tenant, records, adopted)
+    return SavedSpace(name, records, records.adopt(same_cold=same_cold))
