@@ -130,7 +130,7 @@ class ChainLeaves:
         return np.array(here, dtype=np.intp), missing
 
     def leaves_first(self, ids: Ids) -> tuple[list[Ids], list[_Indices], Ids]:
-        """Which of these may go without a block being left behind that follows one of them, and in which order.
+        """Which of these may go, in which order, so that none is left behind that follows one of them.
 
         Those are let go.
 

@@ -47,7 +47,7 @@ from .lineage import (
     shortened,
 )
 from .loading import ColdLoad
-from .policy import Ids, make_policy
+from .policy import EvictionPolicy, Ids, Retention, expect_retention
 from .purging import HeldSlots, PurgeReport, SpacePurges
 from .room import SpaceRoom
 from .shared import HostShared
@@ -525,12 +525,13 @@ class HostSpace(SlotSpace):
             self._drop_leases(timed)
             return len(lasting) + len(timed)
 
-    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool, retention: Retention | None = None) -> int:
         """Advice: these blocks will be wanted soon, or not again.
 
         Args:
             wanted: True: the leading ones count as just used, and what the cold tier has of the rest is
                 brought up, when nothing else is to be. False: those that nobody leases go first.
+            retention: how long they are worth keeping, for policies that rank by it.
 
         Returns:
             how many blocks this is tried for: leading ones that are resident or may come up; those that go
@@ -538,10 +539,12 @@ class HostSpace(SlotSpace):
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         wanted = expect_flag("wanted", wanted)
+        retention = expect_retention(retention)
         shared = self._shared
         if not wanted:
             with shared.lock():
                 shared.check_open()
+                self._retain(hashes, retention)
                 count = self._records.demote(hashes)
                 shared.stats.hinted_unwanted += count
                 return count
@@ -553,16 +556,20 @@ class HostSpace(SlotSpace):
             loads = bool(load.missing) and has_cold and shared.hints_under_way < _MOST_HINTS
             count = len(hashes) if loads else resident
             shared.stats.hinted_wanted += count
+            self._retain(hashes, retention)
             if loads:
                 shared.hints_under_way += 1
-                shared.hinted.submit(self._load_ahead, load)
+                shared.hinted.submit(self._load_ahead, load, hashes[resident:], retention)
         if not loads:
             load.release()
         return count
 
-    def _load_ahead(self, load: ColdLoad) -> None:
+    def _load_ahead(self, load: ColdLoad, hashes: Sequence[bytes], retention: Retention | None) -> None:
+        """In a loader thread; `retention` is of these, which are to be loaded."""
         try:
             self._load_up(load)
+            with self._shared.lock():
+                self._retain(hashes, retention)
             load.release()
             load.done()
         except Exception:  # noqa: BLE001  nobody waits for it
@@ -833,12 +840,12 @@ class HostSpace(SlotSpace):
             )
         return replace(known, slots=records.looks.count(extents))
 
-    def ranked_by(self, policy: str) -> Callable[[], None]:
-        """Have another policy rank the blocks that may go, in their order; returns what puts it in place.
+    def ranked_by(self, policy: EvictionPolicy) -> Callable[[], None]:
+        """Have a new policy rank the blocks that may go, in their order; returns what puts it in place.
 
         With the lock held until then.
         """
-        return partial(self._records.use_policy, self._records.ranked_by(make_policy(policy, 0)))
+        return partial(self._records.use_policy, self._records.ranked_by(policy))
 
     def forget_copies(self) -> None:
         """There is another cold tier, which has no copies, or none. With the lock held."""
@@ -898,6 +905,13 @@ class HostSpace(SlotSpace):
         slots, found = self._records.index.find(hashes)
         there = np.flatnonzero(found)
         return there, slots[there]
+
+    def _retain(self, hashes: Sequence[bytes], retention: Retention | None) -> None:
+        """Advice on those of these that are resident."""
+        if retention is not None:
+            if retention.ttl is None:
+                retention = replace(retention, ttl=self._shared.settings.retention_ttl)
+            self._records.retain(np.unique(self._records.slots_of(hashes)), retention)
 
     def _leased(self, slots: Ids) -> Lease:
         """A lease of these resident blocks."""
