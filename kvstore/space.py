@@ -364,16 +364,26 @@ class HostSpace(SlotSpace):
         return self._reserve(hashes, wait, lineage)[0]
 
     def _reserve(
-        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None
+        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None, *, asked_for: bool = False
     ) -> tuple[Reservation, bool]:
-        """Slots to write blocks into, and whether the tenant's quota was why there were not enough."""
-        done = self._grant(hashes, wait, lineage)
+        """Slots to write blocks into, and whether the tenant's quota was why there were not enough.
+
+        Args:
+            asked_for: somebody waits for these blocks: whether they are worth a place is no question.
+        """
+        done = self._grant(hashes, wait, lineage, asked_for=asked_for)
         if done is None:
             raise TypeError("only what is to be granted at once or not at all may be nothing")
         return done
 
     def _grant(
-        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None, *, at_once: bool = False
+        self,
+        hashes: Sequence[bytes],
+        wait: float,
+        lineage: Lineage | None,
+        *,
+        at_once: bool = False,
+        asked_for: bool = False,
     ) -> tuple[Reservation, bool] | None:
         """See `_reserve`; `at_once`: None, rather than to wait where that may help."""
         end = time.monotonic() + wait
@@ -386,6 +396,9 @@ class HostSpace(SlotSpace):
                 present = np.unique(slots[status == _PRESENT]) if len(wanted) < len(hashes) else None
                 if present is not None:
                     records.take_leases(present)
+                unwanted = 0
+                if records.admits_some and not asked_for and len(wanted):
+                    wanted, unwanted = self._admitted(hashes, lineage, wanted)
                 granted = self._room.take(len(wanted))
                 short = len(wanted) - len(granted)
                 left = end - time.monotonic()
@@ -412,12 +425,21 @@ class HostSpace(SlotSpace):
             if present is not None and lineage is not None:
                 known = np.flatnonzero(status == _PRESENT)
                 records.lineage.learn(slots[known].astype(np.intp), lineage.take(known))
-            shared.stats.denied += short
+            shared.stats.denied += short + unwanted
             over_quota = short > 0 and self._room.over_quota
-            self._tenant.stats.denied += short
+            self._tenant.stats.denied += short + unwanted
             self._tenant.stats.over_quota += short if over_quota else 0
             generations = np.where(status <= _PRESENT, records.generations[slots], 0)
         return Reservation(self, hashes, status, slots, generations), over_quota
+
+    def _admitted(
+        self, hashes: Sequence[bytes], lineage: Lineage | None, wanted: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """Those of these positions whose blocks are worth a place, and how many are not."""
+        names = [hashes[at] for at in wanted.tolist()]
+        of_them = None if lineage is None else lineage.take(wanted)
+        worth = self._records.wanted(names, of_them, self._room.unused)
+        return wanted[worth], len(wanted) - int(np.count_nonzero(worth))
 
     def reserved(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], Ids, Generations]:
         """Which of these are being written: int64 [n] positions, each hash once; slots and generations.
@@ -698,7 +720,7 @@ class HostSpace(SlotSpace):
             batch = list(self._purges.may_load(batch))
         # No room, by the quota or not, is a miss.
         lineage = None if start is None else Lineage.of_chain(batch, start)
-        with self._reserve(batch, deadline, lineage)[0] as reservation:
+        with self._reserve(batch, deadline, lineage, asked_for=True)[0] as reservation:
             new = reservation.new
             names = [batch[at] for at in new.tolist()]
             views = [self.view(slot) for slot in reservation.slots[new].tolist()]
