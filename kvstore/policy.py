@@ -227,7 +227,7 @@ class PolicyMaker(Protocol):
 
 _BUILT_IN: Final = {
     name: EntryPoint(name, f"{__package__}.{where}", POLICY_GROUP)
-    for name, where in (("lru", "lru_policy:LRUPolicy"),)
+    for name, where in (("lru", "lru_policy:LRUPolicy"), ("cost", "cost_policy:CostPolicy"))
 }
 
 
