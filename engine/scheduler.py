@@ -24,6 +24,7 @@ import numpy.typing as npt
 from ..kvstore.calls import LoadCalls
 from ..kvstore.store import Install, NamedPrompt, Opened, TieredStore
 from ..tiers.errors import CapacityError, RequestError
+from .gate import LoadGate
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 
 __all__ = ["Chunk", "Scheduler", "Step"]
@@ -125,6 +126,7 @@ class Scheduler:
         self._room_came = True
         """Whether trying to admit or to wake may have another outcome than last time."""
         self._given_up: list[Sequence] = []
+        self._gate = LoadGate(store)
         self.preemptions = 0
 
     def __len__(self) -> int:
@@ -257,6 +259,7 @@ class Scheduler:
 
         A sequence that no tier has room for, though it runs alone, ends here: `take_given_up`.
         """
+        self._gate.settle()
         # First of all: their slots may be granted to others, and come up for others, by now.
         for row in self.store.take_lost_rows():
             self._put_to_sleep(self.sequence_at(row), keep_tail=False)
@@ -322,6 +325,10 @@ class Scheduler:
                 return
         if self._held:
             time.sleep(seconds)  # who lets them go on says so between two steps
+
+    def close(self) -> None:
+        """Nothing is scheduled any more."""
+        self._gate.close()
 
     # Inside
 
@@ -485,7 +492,7 @@ class Scheduler:
             if self.num_running and left < 2 * self._headroom():
                 return
             if sequence.load_until is None:
-                self._start_load(sequence, self.store.start_load_sleeping(sleeping))
+                self._start_load(sequence, self._gate.start_sleeping(sleeping))
             if sequence.loading():
                 return
             # What was lost is computed again, which wants room as a new prompt does.
@@ -506,6 +513,7 @@ class Scheduler:
                 return
             from_cold = min(loaded, opened.host)
             sequence.cached = CachedTokens(opened.device, opened.host - from_cold, opened.cold + from_cold)
+            self._gate.opened(len(sequence.tokens), opened)
             sequence.scheduled_at = time.monotonic()
             self._waiting.remove(sequence)
 
@@ -542,7 +550,7 @@ class Scheduler:
                 # Where one has no room to load, no later one starts: small ones would pass it for ever.
                 may_load = self._may_load(sequence.prompt)
                 if may_load:
-                    self._start_load(sequence, self.store.start_load(sequence.prompt))
+                    self._start_load(sequence, self._gate.start(sequence.prompt))
             if ready is None and sequence.load_until is not None and not sequence.loading():
                 resident = self.store.resident_blocks(sequence.prompt)
                 missing = sequence.prompt.hashes[resident : sequence.prompt.usable]

@@ -206,7 +206,7 @@ class CostEstimates:
         in_place: steps that read host memory where it lies.
         copy: the copy engine, from host memory to the device.
         compute: prefill steps.
-        cold: what whoever has the cold tier says of it; None: nothing yet.
+        cold: loads from the cold tier to host memory.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class CostEstimates:
         self.in_place = LinkEstimate(None if calibrated is None else calibrated.in_place)
         self.copy = LinkEstimate(None if calibrated is None else calibrated.copy)
         self.compute = ComputeEstimate(None if calibrated is None else calibrated.compute, step_tokens)
-        self.cold = None if calibrated is None else calibrated.cold
+        self.cold = LinkEstimate(None if calibrated is None else calibrated.cold)
 
     @property
     def model(self) -> CostModel:
@@ -234,7 +234,7 @@ class CostEstimates:
             self.compute.cost,
             in_place or copy or _FREE,
             copy or in_place or _FREE,
-            self.cold,
+            self.cold.cost,
         )
 
 
