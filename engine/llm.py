@@ -26,6 +26,7 @@ from ..tiers.settings import (
     expect_bytes,
     expect_flag,
     expect_integer,
+    expect_path,
     expect_seconds,
     expect_text,
     expect_type,
@@ -39,7 +40,7 @@ from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 from .sessions import Sessions
-from .sizing import default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
+from .sizing import costs_on, default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
 from .text import Texts
 
 __all__ = ["LLM", "Completion"]
@@ -101,6 +102,9 @@ class LLM:
         cuda_graphs: on a GPU, capture steps that only decode in CUDA graphs, one for each of a few sizes of
             batches as they first come; they take memory beside the device tier. Without effect where there
             is no kernel for the model's KV.
+        gate: bring blocks up from the cold tier only where that ends sooner than computing them.
+        calibration: the file in which `kvpager bench --calibrate` kept what links and models take here; None:
+            the usual one, if it is there (`kvstore.calibration`). The engine refines it by what it measures.
         tenant: salt that keeps this engine's KV apart from other tenants'.
 
     Raises:
@@ -127,6 +131,8 @@ class LLM:
         step_tokens: int = 512,
         load_seconds: float = 5.0,
         cuda_graphs: bool = True,
+        gate: bool = True,
+        calibration: str | Path | None = None,
         tenant: bytes = b"",
     ) -> None:
         block_size = expect_integer("block_size", block_size, 1)
@@ -138,6 +144,9 @@ class LLM:
         step_tokens = expect_integer("step_tokens", step_tokens, 1)
         load_seconds = expect_seconds("load_seconds", load_seconds)
         cuda_graphs = expect_flag("cuda_graphs", cuda_graphs)
+        gate = expect_flag("gate", gate)
+        if calibration is not None:
+            calibration = expect_path("calibration", calibration)
         tenant = expect_bytes("tenant", tenant)
         if host is not None:
             for setting, value in (("host_bytes", host_bytes), ("cold", cold)):
@@ -159,6 +168,15 @@ class LLM:
         blocks = device_blocks_of(self.layout, device, device_blocks, device_bytes)
         host_bytes = default_host_bytes() if host_bytes is None else host_bytes
         on_gpu = device if device != "cpu" else None
+        step_tokens = max(step_tokens, max_sequences)
+        costs = costs_on(
+            device,
+            self.layout,
+            self._loaded.identity,
+            calibration=calibration,
+            cold=None if cold is None else cold.name,
+            step_tokens=step_tokens,
+        )
         with ExitStack() as undo:
             self.host = (
                 HostStore(host_bytes, cold=cold, device=on_gpu) if host is None and host_bytes else None
@@ -177,14 +195,16 @@ class LLM:
                     device=device,
                     max_sequences=max_sequences,
                     mover=mover,
+                    costs=costs,
                 )
             undo.callback(self.store.close)
             self._scheduler = Scheduler(
                 self.store,
                 max_sequences=max_sequences,
                 max_tokens=self.max_tokens,
-                step_tokens=max(step_tokens, max_sequences),
+                step_tokens=step_tokens,
                 load_seconds=load_seconds,
+                gate=gate,
             )
             self._runner = Runner(self._loaded.model, self.store, self.max_tokens, cuda_graphs=cuda_graphs)
             self._prompts = PromptReader(self._loaded)
@@ -513,7 +533,6 @@ class LLM:
             if self.host is not None:
                 rest.callback(self.host.close, drain=drain)
             rest.callback(self.store.close)
-            rest.callback(self._scheduler.close)
             rest.callback(self._runner.close)
             rest.callback(self._sessions.close)
             if self._control is not None:

@@ -88,6 +88,7 @@ class Scheduler:
         max_tokens: tokens of one sequence, prompt and output.
         step_tokens: tokens a step may compute, decoding ones counted.
         load_seconds: how long a sequence waits for blocks from the cold tier before it is computed.
+        gate: whether blocks come up from there only where that ends sooner than computing them.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Scheduler:
         max_tokens: int,
         step_tokens: int,
         load_seconds: float,
+        gate: bool = True,
     ) -> None:
         self.store = store
         self.max_tokens = max_tokens
@@ -126,7 +128,7 @@ class Scheduler:
         self._room_came = True
         """Whether trying to admit or to wake may have another outcome than last time."""
         self._given_up: list[Sequence] = []
-        self._gate = LoadGate(store)
+        self._gate = LoadGate(store, closed=gate)
         self.preemptions = 0
 
     def __len__(self) -> int:
@@ -325,10 +327,6 @@ class Scheduler:
                 return
         if self._held:
             time.sleep(seconds)  # who lets them go on says so between two steps
-
-    def close(self) -> None:
-        """Nothing is scheduled any more."""
-        self._gate.close()
 
     # Inside
 
