@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import __version__
+from ..kvstore.cost import CostModel
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
 from ..kvstore.hashing import space_id
 from ..kvstore.lineage import ChainPlace, Lineage, expect_lineage, expect_place
@@ -426,6 +427,9 @@ class Answers:
 
     def _report(self, asked: Report) -> Message:
         self._service.engines.keep(self._engine, asked)
+        space = self._spaces.find(asked.space)
+        if space is not None and asked.costs:
+            space.tell_costs(CostModel.of_map(asked.costs))
         return Done()
 
     def _command_done(self, asked: CommandDone) -> Message:
@@ -524,6 +528,7 @@ class Answers:
         }
         if self._tenants is None:
             values["latency"] = self._service.times.snapshot()
+            values["engines"] = dict(self._service.engines.counts)
         cold = self._host.cold
         counted = getattr(cold, "stats", None)
         if cold is not None and counted is not None:

@@ -674,7 +674,12 @@ class Hint(Message):
 @tagged(44)
 @dataclass(frozen=True)
 class Report(Message):
-    """How an engine is; the fields are those of `EngineReport`. The last one is kept until it disconnects."""
+    """How an engine is; the fields are those of `EngineReport`. The last one is kept until it disconnects.
+
+    Args:
+        costs: of `CostModel.as_map`; empty: not known.
+        counts: what the engine counted since it began, by name.
+    """
 
     sessions: dict[str, Any]
     block_bytes: int
@@ -682,6 +687,9 @@ class Report(Message):
     device_held: int
     to_device: float
     from_device: float
+    space: bytes = b""
+    costs: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
 
 
 @tagged(45)

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,8 @@ from .text import Texts
 __all__ = ["LLM", "Completion"]
 
 _log = logging.getLogger(__name__)
+
+_TELL_COSTS_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,7 @@ class LLM:
             undo.pop_all()
         self._cold = cold
         self._next_id = 0
+        self._tell_costs_at = 0.0
         self._driven = threading.Lock()
         self._closed = False
         self._ended = False  # closed to the end: what was interrupted may be closed again
@@ -408,6 +412,9 @@ class LLM:
 
     def _step(self) -> list[Sequence]:
         self.store.poll()
+        if (now := time.monotonic()) >= self._tell_costs_at:
+            self._tell_costs_at = now + _TELL_COSTS_SECONDS
+            self.store.tell_costs()
         if self._control is not None:
             self._control.between_steps()
         step = self._scheduler.schedule()

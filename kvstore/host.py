@@ -47,7 +47,7 @@ from .events import Listener
 from .evicting import MOST_AGE, EvictReport, evict_from_cold, evict_from_host
 from .handles import Lease
 from .hashing import HASH_BYTES, space_id
-from .policy import make_policy
+from .policy import EvictionPolicy, Losses, make_policy
 from .saved_spaces import SavedSpace, new_records, read_spaces
 from .shared import HostShared
 from .slots import SlotRecords
@@ -513,7 +513,7 @@ class HostStore:
         self.close()
 
     def _new_records(self, layout: KVLayout, shard: str, tenant: str) -> SlotRecords:
-        policy, extents = make_policy(self._shared.settings.policy, 0), self.arena.num_extents
+        policy, extents = _policy_for(self._shared.settings.policy), self.arena.num_extents
         if self._file is None:
             return SlotRecords(self.arena.extent_bytes // layout.block_bytes, extents, policy)
         return new_records(self._file.records, layout, shard, tenant, extents, policy)
@@ -611,13 +611,18 @@ class HostStore:
         )
 
 
+def _policy_for(name: str) -> Callable[[Losses], EvictionPolicy]:
+    """Makes policies of this name for spaces that say what losing blocks costs."""
+    return lambda losses: make_policy(name, 0, losses=losses)
+
+
 def _saved_in(arena: ArenaFile, policy: str, records: RecordFile) -> list[SavedSpace]:
     """The spaces in an arena's records, if the memory that they say they have is there.
 
     Raises:
         IntegrityError: it is not, or the records are damaged.
     """
-    saved = read_spaces(records, lambda: make_policy(policy, 0), same_cold=arena.same_cold)
+    saved = read_spaces(records, _policy_for(policy), same_cold=arena.same_cold)
     extents = sum(len(one.records.extents) for one in saved)
     if os.fstat(arena.file.fileno()).st_blocks * 512 < extents * records.identity.extent_bytes:
         raise IntegrityError("it holds fewer bytes than its records say")

@@ -29,8 +29,10 @@ from ..tiers.settings import (
     expect_flag,
     expect_integer,
     expect_seconds,
+    expect_type,
 )
 from .cold_writes import ColdWrites
+from .cost import CostModel
 from .events import EventKind
 from .evicting import SpaceEvictions
 from .handles import Generations, Lease, Reservation, ReserveStatus
@@ -702,15 +704,18 @@ class HostSpace(SlotSpace):
             new = reservation.new
             names = [batch[at] for at in new.tolist()]
             views = [self.view(slot) for slot in reservation.slots[new].tolist()]
+            began = time.monotonic()
             try:
                 status = cold.get(self.id, names, views, deadline)
             finally:
                 for view in views:
                     view.release()
+            seconds = time.monotonic() - began
             arrived = new[status == ColdStatus.OK]
             reservation.commit(arrived, in_cold=True)
         with shared.lock():
             shared.cold.heard(status)
+            shared.cold_reads.moved(len(arrived) * self.layout.block_bytes, seconds)
             shared.stats.cold_loaded += len(arrived)
             shared.stats.cold_missed += len(new) - len(arrived)
         return len(batch), len(arrived)
@@ -837,6 +842,7 @@ class HostSpace(SlotSpace):
                 cleaning=records.cleaning,
                 slots=SlotCounts(),
                 unpurged=self._purges.pending,
+                costs=records.costs,
             )
         return replace(known, slots=records.looks.count(extents))
 
@@ -845,7 +851,25 @@ class HostSpace(SlotSpace):
 
         With the lock held until then.
         """
-        return partial(self._records.use_policy, self._records.ranked_by(make_policy(policy, 0)))
+        other = make_policy(policy, 0, losses=self._records.losses)
+        return partial(self._records.use_policy, self._records.ranked_by(other))
+
+    def tell_costs(self, costs: CostModel) -> None:
+        """What loading and computing blocks of this space takes, as an engine knows it.
+
+        Where the store itself has read the cold tier, what it took there counts.
+        """
+        expect_type("costs", costs, CostModel, "a CostModel")
+        if costs.block_size != self.layout.block_size or costs.block_bytes != self.layout.block_bytes:
+            raise ConfigError("costs", "are those of blocks of another size")
+        with self._shared.lock():
+            self._shared.check_open()
+            self._records.costs = replace(costs, cold=self._shared.cold_reads.cost or costs.cold)
+
+    @property
+    def costs(self) -> CostModel | None:
+        """What an engine told last of its costs; None: none did."""
+        return self._records.costs
 
     def forget_copies(self) -> None:
         """There is another cold tier, which has no copies, or none. With the lock held."""

@@ -34,7 +34,7 @@ from ..tiers.settings import (
     shown,
 )
 from .attach import Attacher, Found
-from .calls import HostCalls, LoadCalls
+from .calls import CostCalls, HostCalls, LoadCalls
 from .chains import RowChains
 from .cost import Run, Tier
 from .cost_estimates import CostEstimates
@@ -176,6 +176,7 @@ class TieredStore:
             policy=policy,
             mover=mover,
             stats=self.stats,
+            costs=self.costs,
         )
         self.arena = self._device.arena
         self.pool = self._device.pool
@@ -693,6 +694,15 @@ class TieredStore:
             return None
         record = SessionRecord.unpack(data)
         return record if record.root == root else None
+
+    def tell_costs(self) -> None:
+        """Tell host memory of this process what loading and computing blocks takes, for its policies.
+
+        A sidecar is told by reports.
+        """
+        self._check_open()
+        if isinstance(self.host, CostCalls):
+            self.host.tell_costs(self.costs.model)
 
     # The rest
 
