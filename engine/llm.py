@@ -237,6 +237,11 @@ class LLM:
         return self._loaded.encode_chat(messages)
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens have ids below this."""
+        return self._loaded.config.vocab_size
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed

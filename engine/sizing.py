@@ -6,7 +6,6 @@ All of it comes from settings that may leave it to the machine.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,7 +15,7 @@ from typing import Final
 import torch
 
 from ..kernels.copy_blocks import AddressCopier
-from ..kvstore.calibration import calibration_path, read_calibration
+from ..kvstore.calibration import known_calibration, read_calibration
 from ..kvstore.cost_estimates import CostEstimates
 from ..tiers.arena import MOST_BLOCKS
 from ..tiers.errors import ConfigError, KernelError, MemoryUnavailableError
@@ -135,13 +134,7 @@ def costs_on(
     Raises:
         ConfigError: the file that is named cannot be read, or is no calibration.
     """
-    found = None
-    try:
-        found = read_calibration(calibration_path(os.environ, calibration))
-    except ConfigError as error:
-        if calibration is not None:
-            raise
-        _log.warning("costs are measured anew: %s", error)
+    found = known_calibration() if calibration is None else read_calibration(Path(calibration))
     model = None
     if found is not None:
         name = device_name(device)

@@ -8,6 +8,7 @@ to, and a model's for the model of that identity: of others it is as if nothing 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import tempfile
@@ -19,7 +20,17 @@ from typing import Any, Final
 from ..tiers.errors import ConfigError, KVPagerError
 from .cost import ComputeCost, CostModel, LinkCost
 
-__all__ = ["CALIBRATION_VARIABLE", "Calibration", "DeviceCosts", "calibration_path", "read_calibration"]
+__all__ = [
+    "CALIBRATION_VARIABLE",
+    "Calibration",
+    "DeviceCosts",
+    "ModelCost",
+    "calibration_path",
+    "known_calibration",
+    "read_calibration",
+]
+
+_log = logging.getLogger(__name__)
 
 CALIBRATION_VARIABLE: Final = "KVPAGER_CALIBRATION"
 """The environment variable that names the file where no setting does."""
@@ -38,6 +49,19 @@ def calibration_path(environment: Mapping[str, str], path: str | Path | None = N
 
 
 @dataclass(frozen=True)
+class ModelCost:
+    """What prefilling with one model takes.
+
+    Args:
+        name: as it was asked for.
+        compute: what it takes.
+    """
+
+    name: str
+    compute: ComputeCost
+
+
+@dataclass(frozen=True)
 class DeviceCosts:
     """What was measured of one device.
 
@@ -49,7 +73,7 @@ class DeviceCosts:
 
     in_place: LinkCost | None = None
     copy: LinkCost | None = None
-    models: Mapping[str, ComputeCost] = field(default_factory=dict)
+    models: Mapping[str, ModelCost] = field(default_factory=dict)
 
     def with_earlier(self, earlier: DeviceCosts) -> DeviceCosts:
         """This, and what was measured before of what was not measured now."""
@@ -87,10 +111,11 @@ class Calibration:
             cold: the kind of the cold tier, or None.
         """
         costs = self.devices.get(device, DeviceCosts())
+        model = costs.models.get(identity.hex())
         return CostModel(
             block_size,
             block_bytes,
-            costs.models.get(identity.hex()),
+            None if model is None else model.compute,
             costs.in_place or costs.copy or _FREE,
             costs.copy or costs.in_place or _FREE,
             None if cold is None else self.cold.get(cold),
@@ -105,6 +130,10 @@ class Calibration:
             devices[name] = costs.with_earlier(devices.get(name, DeviceCosts()))
         return Calibration(self.machine, self.at, {**earlier.cold, **self.cold}, devices)
 
+    def as_json(self) -> str:
+        """As it is kept."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2)
+
     def write(self, path: Path) -> None:
         """Keep it in place of what is there.
 
@@ -114,7 +143,7 @@ class Calibration:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-                file.write(json.dumps({"format": _FORMAT, **asdict(self)}, indent=2))
+                file.write(self.as_json())
             os.replace(file.name, path)
         except OSError as error:
             raise KVPagerError(f"{path} cannot be written: {error.strerror}") from error
@@ -142,6 +171,19 @@ def read_calibration(path: Path) -> Calibration | None:
     return found if found.machine == platform.node() else None
 
 
+def known_calibration() -> Calibration | None:
+    """The calibration of this machine in the usual place; None where none is that can be read."""
+    try:
+        return read_calibration(calibration_path(os.environ))
+    except ConfigError as error:
+        _log.warning("costs are measured anew: %s", error)
+        return None
+
+
 def _device_costs(value: Mapping[str, Any]) -> DeviceCosts:
     in_place, copy = (None if value[one] is None else LinkCost(**value[one]) for one in ("in_place", "copy"))
-    return DeviceCosts(in_place, copy, {name: ComputeCost(**one) for name, one in value["models"].items()})
+    models = {
+        identity: ModelCost(str(one["name"]), ComputeCost(**one["compute"]))
+        for identity, one in value["models"].items()
+    }
+    return DeviceCosts(in_place, copy, models)

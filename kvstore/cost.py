@@ -188,7 +188,7 @@ class CostModel:
             ConfigError: it is none.
         """
         try:
-            parts = {
+            parts: dict[str, Any] = {
                 name: None if values.get(name) is None else kind(*values[name])
                 for name, kind in _PARTS.items()
             }

@@ -43,6 +43,8 @@ from ..tiers.settings import (
     shown,
 )
 from .calls import LostListener
+from .cost import LinkCost
+from .cost_estimates import LinkEstimate
 from .events import Listener
 from .evicting import MOST_AGE, EvictReport, evict_from_cold, evict_from_host
 from .handles import Lease
@@ -269,7 +271,15 @@ class HostStore:
                 if self._file is not None:
                     self._file.set_cold(name)
                 shared.cold.attach(cold)
+                shared.cold_reads = LinkEstimate()  # of this one nothing is known
             self._start_cleaner()
+
+    def calibrate_cold(self, link: LinkCost | None) -> None:
+        """Begin with what reading the cold tier was calibrated to take; what it does take is learned."""
+        if link is not None:
+            expect_type("link", link, LinkCost, "a LinkCost or None")
+        with self._shared.lock():
+            self._shared.cold_reads = LinkEstimate(link)
 
     def detach_cold(self, deadline: float = 30.0) -> int:
         """Be without the cold tier while the store is used, and close it when the calls under way have ended.

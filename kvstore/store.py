@@ -701,8 +701,9 @@ class TieredStore:
         A sidecar is told by reports.
         """
         self._check_open()
-        if isinstance(self.host, CostCalls):
-            self.host.tell_costs(self.costs.model)
+        host: object = self.host
+        if isinstance(host, CostCalls):
+            host.tell_costs(self.costs.model)
 
     # The rest
 

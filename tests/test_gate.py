@@ -95,7 +95,7 @@ def make(loaded: LoadedModel, tmp_path: Path) -> Iterator[MakeEngine]:
 
 
 def prompt(seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 199, PROMPT).tolist()
+    return [int(token) for token in np.random.default_rng(seed).integers(2, 199, PROMPT)]
 
 
 def first_token(llm: LLM, tokens: list[int]) -> tuple[float, int]:
