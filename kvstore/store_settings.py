@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from ..tiers.settings import expect_number, expect_seconds
-from .policy import EvictionPolicy, check_weights, make_policy
+from .policy import EvictionPolicy, Losses, check_weights, make_policy
 from .tenants import ANY_OTHER, check_quotas
 
 __all__ = ["RETENTION_TTL", "StoreSettings"]
@@ -50,11 +50,15 @@ class StoreSettings:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        self.make_policy()
+        self.make_policy(None)
 
-    def make_policy(self) -> EvictionPolicy:
-        """One that ranks the blocks of a space by these settings."""
-        return make_policy(self.policy, 0, weights=self.policy_weights)
+    def make_policy(self, losses: Losses | None) -> EvictionPolicy:
+        """One that ranks the blocks of a space by these settings.
+
+        Args:
+            losses: what losing blocks costs, as far as that is known.
+        """
+        return make_policy(self.policy, 0, losses=losses, weights=self.policy_weights)
 
     def quota_of(self, tenant: str) -> int | None:
         """Bytes that a tenant's blocks may take; None: all there are."""

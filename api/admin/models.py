@@ -505,8 +505,20 @@ class LookupSpace(_Answer):
     load_seconds: Seconds | None = Field(
         description="that bringing up what is in the cold tier would take, as fast as it was so far"
     )
+    host_load_seconds: Seconds | None = Field(
+        description="that an engine would take over reading what is in host memory; null: no engine told"
+    )
     recompute_seconds: Seconds | None = Field(description="that computing what is there would take")
-    recompute_reason: Reason | None = Field(description="why that is not known")
+    recompute_reason: Reason | None = Field(
+        description="why that is not known; then all that is there is taken"
+    )
+    taken_blocks: Blocks = Field(
+        description="leading blocks that an engine would take, so that its first token comes soonest"
+    )
+    saved_tokens: Tokens = Field(description="tokens of these, which are not computed")
+    saved_seconds: Seconds | None = Field(
+        description="sooner that the first token comes than without them; null where computing is not known"
+    )
 
 
 class Lookup(_Answer):
