@@ -23,6 +23,7 @@ from ..tiers.cold import ColdTier, expect_cold_tier, is_open
 from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
 from ..tiers.settings import (
     expect_bytes,
+    expect_choice,
     expect_flag,
     expect_integer,
     expect_seconds,
@@ -30,6 +31,7 @@ from ..tiers.settings import (
     expect_type,
 )
 from .control import Control
+from .line import MOST_PRIORITY
 from .loader import LoadedModel
 from .requests import Prompt, PromptReader, as_params, as_prompts, names_of, params_of
 from .runner import Runner
@@ -39,6 +41,7 @@ from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 from .sessions import Sessions
 from .sizing import default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
 from .text import Texts
+from .waking import Swap
 
 __all__ = ["LLM", "Completion"]
 
@@ -100,6 +103,8 @@ class LLM:
             batches as they first come; they take memory beside the device tier. Without effect where there
             is no kernel for the model's KV.
         tenant: salt that keeps this engine's KV apart from other tenants'.
+        swap: what becomes of sequences whose KV is not in the device tier, see `Swap`. The default decides by
+            costs; the others do as other engines do, to compare with. `recompute` goes without host memory.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range; the error names the setting.
@@ -126,6 +131,7 @@ class LLM:
         load_seconds: float = 5.0,
         cuda_graphs: bool = True,
         tenant: bytes = b"",
+        swap: Swap | str = Swap.ATTEND,
     ) -> None:
         block_size = expect_integer("block_size", block_size, 1)
         device_blocks = _none_or_integer("device_blocks", device_blocks, 1)
@@ -137,6 +143,11 @@ class LLM:
         load_seconds = expect_seconds("load_seconds", load_seconds)
         cuda_graphs = expect_flag("cuda_graphs", cuda_graphs)
         tenant = expect_bytes("tenant", tenant)
+        swap = Swap(expect_choice("swap", swap, [one.value for one in Swap]))
+        if swap is Swap.RECOMPUTE:
+            if host_bytes or host is not None:
+                raise ConfigError("swap", "recompute goes without host memory; give none")
+            host_bytes = 0
         if host is not None:
             for setting, value in (("host_bytes", host_bytes), ("cold", cold)):
                 if value is not None:
@@ -183,6 +194,7 @@ class LLM:
                 max_tokens=self.max_tokens,
                 step_tokens=max(step_tokens, max_sequences),
                 load_seconds=load_seconds,
+                swap=swap,
             )
             self._runner = Runner(self._loaded.model, self.store, self.max_tokens, cuda_graphs=cuda_graphs)
             self._prompts = PromptReader(self._loaded)
@@ -238,6 +250,7 @@ class LLM:
         params: SamplingParams | Many[SamplingParams] | None = None,
         *,
         sessions: Many[str | None] | None = None,
+        priority: int = 0,
     ) -> list[Completion]:
         """Answer prompts, as many at once as there is room for.
 
@@ -245,6 +258,7 @@ class LLM:
             prompts: one prompt, or a list of them.
             params: for all, or one for each; None for the defaults.
             sessions: ids of conversations to keep between calls, one for each prompt.
+            priority: of all of them, see `submit`.
 
         Returns:
             one completion for each prompt, in their order. One that no tier had room for says so in its
@@ -262,7 +276,7 @@ class LLM:
         sequences: list[Sequence] = []
         try:
             for prompt, one, name in zip(given, of_each, names, strict=True):
-                sequences.append(self.submit(prompt, one, session=name))
+                sequences.append(self.submit(prompt, one, session=name, priority=priority))
             while any(sequence.state is not SequenceState.FINISHED for sequence in sequences):
                 self.step()
         finally:
@@ -271,9 +285,14 @@ class LLM:
         return [self.completion(sequence) for sequence in sequences]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, session: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        session: str | None = None,
+        priority: int = 0,
     ) -> Iterator[str]:
-        """Answer one prompt piece by piece. Other sequences go on meanwhile.
+        """Answer one prompt piece by piece. Other sequences go on meanwhile. Arguments as of `submit`.
 
         Raises:
             RequestError: as `generate`; or the model has no tokenizer.
@@ -282,7 +301,7 @@ class LLM:
         """
         self._check_open()
         self._check_speaks()
-        sequence = self.submit(prompt, params, session=session)
+        sequence = self.submit(prompt, params, session=session, priority=priority)
         text = self._texts.watch(sequence)
         try:
             while sequence.state is not SequenceState.FINISHED:
@@ -309,26 +328,31 @@ class LLM:
         *,
         session: str | None = None,
         salt: bytes = b"",
+        priority: int = 0,
     ) -> Sequence:
         """Queue a prompt. `step` makes it go on; `completion` tells what became of it.
 
         Args:
             session: id of the conversation that it continues, or begins.
             salt: KV is shared only between requests of the same salt; one that is used once shares none.
+            priority: from -100 to 100. Who has a higher one is put to sleep last, and goes before those that
+                came up to `PRIORITY_SECONDS` earlier for each step between them.
 
         Raises:
             RequestError: the prompt is empty, too long, or not to be understood.
-            ConfigError: `params`, `session` or `salt` is of a wrong type.
+            ConfigError: `params`, `session`, `salt` or `priority` is of a wrong type or out of range.
             ClosedError: the engine is closed.
         """
         self._check_open()
         params = SamplingParams() if params is None else as_params(params)
         if session is not None:
             expect_text("session", session)
+        priority = expect_integer("priority", priority, -MOST_PRIORITY, MOST_PRIORITY)
         root = replace(self._identity, salt=expect_bytes("salt", salt)).root
         tokens = self._prompts.tokens(prompt)
         self._check(tokens, params)
         sequence = self._sequence(tokens, params, session, root)
+        sequence.priority = priority
         self._sessions.check_cold()
         if session is not None:
             sequence.partial_at, sequence.lookup = self._sessions.look_up(session, tokens, root)
@@ -361,6 +385,7 @@ class LLM:
                 f"max_tokens allows {params.max_tokens}"
             )
         twin = self._sequence(prompt, params, None, sequence.root)
+        twin.priority = sequence.priority
         self._scheduler.fork(sequence, twin)
         if params.stop:
             self._texts.watch(twin)
