@@ -19,6 +19,7 @@ from .. import __version__
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
 from ..kvstore.hashing import space_id
 from ..kvstore.lineage import ChainPlace, Lineage, expect_lineage, expect_place
+from ..kvstore.loading import ColdLoad
 from ..kvstore.policy import Ids
 from ..kvstore.space import HostSpace
 from ..kvstore.tenants import check_tenant
@@ -246,17 +247,18 @@ class Answers:
         start = _start(asked)
         self._refuse_if_draining()
 
-        def work() -> tuple[Lease, int]:
+        def work() -> tuple[Lease, ColdLoad]:
             load = space.start_load(asked.hashes, start=start)
             try:
                 load.wait(wait)
-                return space.lease_resident(asked.hashes), load.loaded
+                return space.lease_resident(asked.hashes), load
             finally:
                 load.release()
 
-        def finish(found: tuple[Lease, int]) -> Message:
-            lease, loaded = found
-            return replace(self._leased(lease), loaded=min(loaded, len(lease)))
+        def finish(found: tuple[Lease, ColdLoad]) -> Message:
+            lease, load = found
+            leased = self._leased(lease)
+            return replace(leased, loaded=min(load.loaded, len(lease)), seconds=load.seconds)
 
         return Job(True, work, finish, lambda found: found[0].release())
 

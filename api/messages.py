@@ -339,12 +339,14 @@ class Leased(Message):
 
     Args:
         loaded: how many of the slots were brought up from the cold tier for this request.
+        seconds: how long that took, without waiting for its turn; 0: not known.
     """
 
     slots: Ids
     generations: Generations
     cold: int
     loaded: int = 0
+    seconds: float = 0.0
 
 
 @tagged(14)

@@ -107,6 +107,14 @@ class RemoteLoad:
         """Blocks that have arrived so far."""
         return self._lease.loaded if self._lease is not None else 0
 
+    @property
+    def seconds(self) -> float:
+        """How long the sidecar took to bring them up; 0 where it has not said so."""
+        return self._lease.seconds if self._lease is not None else 0.0
+
+    def stop(self) -> None:
+        """Nothing: the sidecar brings up what it was asked for, and the next request finds it."""
+
     def done(self) -> bool:
         """Whether everything that is to be had has arrived."""
         return self.wait(0.0)
@@ -193,6 +201,9 @@ class RemoteSpace(SlotSpace):
         """Lease the leading blocks that are resident. See `HostSpace.match`."""
         names = self._asks.hashes(hashes, tokens, chain)
         return self._shell.ask(self._asks.match(names, cold_deadline, start))
+
+    def count_resident(self, hashes: Sequence[bytes]) -> None:
+        """Not known on this side."""
 
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once. See `HostSpace.lease`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from ..tiers.settings import (
     expect_text,
     expect_type,
 )
+from .compute_times import learn_compute
 from .control import Control
 from .line import MOST_PRIORITY
 from .loader import LoadedModel
@@ -416,7 +418,9 @@ class LLM:
         step = self._scheduler.schedule()
         finished = self._scheduler.take_given_up()
         if step is not None:
+            began = time.perf_counter()
             sampled = self._runner.run(step, self._scheduler)
+            learn_compute(self.store, step, time.perf_counter() - began)
             finished += self._scheduler.postprocess(step, sampled)
             for sequence in self._texts.read(self._scheduler.tokens_of):
                 self._scheduler.finish(sequence, FinishReason.STOP)
@@ -534,6 +538,7 @@ class LLM:
             if self.host is not None:
                 rest.callback(self.host.close, drain=drain)
             rest.callback(self.store.close)
+            rest.callback(self._scheduler.close)
             rest.callback(self._runner.close)
             rest.callback(self._sessions.close)
             if self._control is not None:

@@ -76,23 +76,21 @@ class Candidates:
 
 
 def wake_seconds(
-    blocks: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], cost: CostModel | None, *, below: bool
+    blocks: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], cost: CostModel, *, below: bool
 ) -> npt.NDArray[np.float64]:
     """What waking each of n sequences takes, float64 [n].
 
     Args:
         blocks: int64 [n], device blocks that are to be brought back.
         lengths: int64 [n], tokens that are to be computed where nothing below has them.
-        cost: None: it is not known, and what comes back counts by its size.
+        cost: what a link or computing takes, if that is known; what comes back counts by its size if not.
         below: whether host memory keeps what leaves the device tier.
     """
     if below:
-        if cost is None:
-            return blocks.astype(np.float64)
-        per_block = cost.copy.seconds_per_byte * cost.block_bytes
+        per_block = cost.copy.seconds_per_byte * cost.block_bytes or 1.0
         return cost.copy.seconds_per_call + blocks.astype(np.float64) * per_block
     tokens = lengths.astype(np.float64)
-    if cost is None or cost.compute is None:
+    if cost.compute is None:
         return tokens
     compute = cost.compute
     seconds: npt.NDArray[np.float64] = compute.seconds_per_step + tokens * compute.seconds_per_token
@@ -102,7 +100,7 @@ def wake_seconds(
 def cheapest_sleep(
     candidates: Candidates,
     private_blocks: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
-    cost: CostModel | None,
+    cost: CostModel,
     *,
     below: bool,
 ) -> int:
@@ -138,7 +136,7 @@ def _rank(candidates: Candidates) -> npt.NDArray[np.int64]:
 
 
 def _prices(
-    candidates: Candidates, blocks: npt.NDArray[np.int64], cost: CostModel | None, *, below: bool
+    candidates: Candidates, blocks: npt.NDArray[np.int64], cost: CostModel, *, below: bool
 ) -> npt.NDArray[np.float64]:
     """Seconds for each block that is free for the length of a token, float64 [n].
 

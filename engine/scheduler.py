@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kvstore.calls import LoadCalls
-from ..kvstore.cost import CostModel
 from ..kvstore.stats import Counters
 from ..kvstore.store import Install, NamedPrompt, Opened, TieredStore
 from ..tiers.errors import CapacityError, RequestError
+from .gate import LoadGate
 from .line import Line
 from .pace import Pace
 from .preemption import Candidates, cheapest_sleep
@@ -78,7 +78,6 @@ class Scheduler:
         step_tokens: tokens a step may compute, decoding ones counted.
         load_seconds: how long a sequence waits for blocks from the cold tier before it is computed.
         swap: what becomes of sequences whose KV is not in the device tier.
-        cost: tells the cost model as it is now; None where nothing is measured.
         clock: seconds, of whichever origin, by which steps are measured.
     """
 
@@ -91,7 +90,6 @@ class Scheduler:
         step_tokens: int,
         load_seconds: float,
         swap: Swap = Swap.ATTEND,
-        cost: Callable[[], CostModel | None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.store = store
@@ -101,7 +99,6 @@ class Scheduler:
         self.swap = swap
         self.stats = SchedulerStats()
         self.pace = Pace(clock)
-        self._cost = cost
         self._running = RunningSequences(store, max_sequences, max_tokens)
         self.tokens = self._running.tokens
         """int32 [rows, max_tokens]: all tokens of the sequences that have a row."""
@@ -113,8 +110,8 @@ class Scheduler:
         self._asleep = Line()
         self._held: dict[int, Sequence] = {}
         """By id. Asleep until they are told to go on, whether there is room or not."""
-        self._budget = HostBudget(swap, cost, self.pace)
-        self._turns = Turns(cost, self.pace)
+        self._budget = HostBudget(swap, store, self._running, self.pace)
+        self._turns = Turns(store.costs, self.pace)
         self._came_far: set[int] = set()
         """Rows that were attached to far blocks, and have not been in a step since."""
         self._room_came = True
@@ -125,6 +122,7 @@ class Scheduler:
         self._piece = max(1, _PIECE_BYTES // store.layout.block_bytes)
         self._copied = 0
         """Blocks that began to come up since the last step."""
+        self._gate = LoadGate(store)
 
     def __len__(self) -> int:
         """Sequences that are not finished."""
@@ -256,11 +254,12 @@ class Scheduler:
 
         A sequence that no tier has room for, though it runs alone, ends here: `take_given_up`.
         """
+        self._gate.settle()
         running = self._running
         # First of all: their slots may be granted to others, and come up for others, by now.
         for row in self.store.take_lost_rows():
             self._put_to_sleep(self.sequence_at(row), keep_tail=False)
-        self._budget.begin_step(self.store.read_in_place(running.decoding))
+        self._budget.begin_step()
         if running.arriving:
             self._join()
         if self._waiting or self._asleep:
@@ -338,6 +337,10 @@ class Scheduler:
                 return
         if self._held:
             time.sleep(seconds)  # who lets them go on says so between two steps
+
+    def close(self) -> None:
+        """Nothing is scheduled any more."""
+        self._gate.close()
 
     # Inside
 
@@ -424,7 +427,7 @@ class Scheduler:
         if self.swap is not Swap.ATTEND:
             return int(candidates.rows[candidates.ids.argmax()])
         return cheapest_sleep(
-            candidates, self.store.private_blocks, self._cost(), below=self.store.host is not None
+            candidates, self.store.private_blocks, self.store.costs.model, below=self.store.host is not None
         )
 
     def _put_to_sleep(self, sequence: Sequence, *, keep_tail: bool = True, turn: bool = False) -> None:
@@ -490,10 +493,10 @@ class Scheduler:
 
     def _join(self) -> None:
         """Let those take part in steps whose blocks have come, or are near enough for this step's budget."""
-        alone = not self._running.awake
         for row, sequence in list(self._running.arriving.items()):
-            ready = not self.store.brings(row)
-            if ready or (not alone and self._budget.take(self.store.far_to_read(row), alone=False)):
+            if not self.store.brings(row) or (
+                self._running.awake and self._budget.take(self.store.far_to_read(row))
+            ):
                 self._start(sequence, row)
 
     def _let_in(self) -> None:
@@ -513,8 +516,11 @@ class Scheduler:
 
     def _next(self) -> Sequence | None:
         """Who is to be let in next; None where nobody is, or no more should come up at once."""
-        most = self._budget.copies_at_once()
-        if self._running.awake and most is not None and self._blocks_arriving() >= most:
+        if (
+            self._running.arriving
+            and self._running.awake
+            and self._blocks_arriving() >= self._budget.copies_at_once()
+        ):
             return None
         asleep = self._asleep.first
         waiting = self._next_to_admit() if self._waiting else None
@@ -540,7 +546,7 @@ class Scheduler:
                 self._blocked = sequence, lacking
                 return False
         if sequence.load_until is None:
-            self._start_load(sequence, self.store.start_load_sleeping(sleeping))
+            self._start_load(sequence, self._gate.start_sleeping(sleeping))
         if sequence.loading():
             return True
         # What was lost is computed again, which wants room as a new prompt does.
@@ -560,6 +566,7 @@ class Scheduler:
             return False
         from_cold = min(loaded, opened.host)
         sequence.cached = CachedTokens(opened.device, opened.host - from_cold, opened.cold + from_cold)
+        self._gate.opened(len(sequence.tokens), opened)
         sequence.scheduled_at = time.monotonic()
         self._waiting.remove(sequence)
         return True
@@ -586,7 +593,7 @@ class Scheduler:
             self._give_up(sequence)
             return False
         self._enter(sequence, row)
-        if self._budget.take(far, alone=not self._running.awake):
+        if self._budget.take(far):
             self.stats.attended += far > 0
             self._start(sequence, row)
         else:
@@ -621,7 +628,7 @@ class Scheduler:
                 # Where one has no room to load, no later one starts: small ones would pass it for ever.
                 may_load = self._may_load(sequence.prompt)
                 if may_load:
-                    self._start_load(sequence, self.store.start_load(sequence.prompt))
+                    self._start_load(sequence, self._gate.start(sequence.prompt))
             if ready is None and sequence.load_until is not None and not sequence.loading():
                 resident = self.store.resident_blocks(sequence.prompt)
                 missing = sequence.prompt.hashes[resident : sequence.prompt.usable]

@@ -6,13 +6,12 @@ stretches falls on fewer than one token in a hundred. Who comes next is copied u
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..kvstore.cost import CostModel
+from ..kvstore.cost_estimates import CostEstimates
 from .pace import Pace
 from .preemption import NEARLY_DONE, Candidates, wake_seconds
 
@@ -28,21 +27,21 @@ class Turns:
     """Says whose stretch is over.
 
     Args:
-        cost: tells the cost model as it is now, or None.
+        costs: what bringing a sequence back takes.
         pace: how long steps take.
     """
 
-    def __init__(self, cost: Callable[[], CostModel | None], pace: Pace) -> None:
-        self._cost = cost
+    def __init__(self, costs: CostEstimates, pace: Pace) -> None:
+        self._costs = costs
         self._pace = pace
 
     def steps(self, candidates: Candidates) -> npt.NDArray[np.float64]:
         """How many steps the stretch of each is, float64 [n]."""
-        cost, step = self._cost(), self._pace.step_seconds
+        step = self._pace.step_seconds
         least = np.full(len(candidates), float(LEAST_STRETCH))
-        if cost is None or not step:
+        if not step:
             return least
-        seconds = wake_seconds(candidates.blocks, candidates.lengths, cost, below=True)
+        seconds = wake_seconds(candidates.blocks, candidates.lengths, self._costs.model, below=True)
         steps: npt.NDArray[np.float64] = np.maximum(least, seconds / (_SWAP_SHARE * step))
         return steps
 

@@ -10,11 +10,12 @@ those that are awake, and joins them when what is left fits. Where nobody is awa
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import math
 from typing import Final
 
-from ..kvstore.cost import CostModel
+from ..kvstore.store import TieredStore
 from .pace import Pace
+from .running import RunningSequences
 
 __all__ = ["HostBudget", "Swap"]
 
@@ -38,53 +39,58 @@ class HostBudget:
 
     Args:
         swap: what the engine does.
-        cost: tells the cost model as it is now; None where nothing is measured, and nothing is held back.
+        store: where blocks are, and what links cost.
+        running: who takes part in the step.
         pace: how long steps take.
     """
 
-    def __init__(self, swap: Swap, cost: Callable[[], CostModel | None], pace: Pace) -> None:
+    def __init__(self, swap: Swap, store: TieredStore, running: RunningSequences, pace: Pace) -> None:
         self._swap = swap
-        self._cost = cost
+        self._store = store
+        self._running = running
         self._pace = pace
-        self._left: int | None = None
+        self._left: float | None = None
 
-    def blocks(self) -> int | None:
-        """What a step may read in place beside others that are awake; None for any number."""
+    def blocks(self) -> float:
+        """What a step may read in place beside others that are awake, in blocks.
+
+        All there is where nothing was ever copied up or read in place, so that what that takes is not known;
+        none before a step was measured.
+        """
         if self._swap is Swap.COPY:
-            return 0
-        cost = self._cost()
-        if cost is None or not cost.in_place.seconds_per_byte:
-            return None
-        if self._pace.step_seconds is None:
-            return 0
-        seconds = _SHARE * self._pace.step_seconds
-        return int(seconds / (cost.in_place.seconds_per_byte * cost.block_bytes))
+            return 0.0
+        cost = self._store.costs.model
+        seconds = cost.in_place.seconds_per_byte * cost.block_bytes
+        if not seconds:
+            return math.inf
+        return _SHARE * (self._pace.step_seconds or 0.0) / seconds
 
-    def copies_at_once(self) -> int | None:
-        """Blocks that may be on their way up at a time beside a step; None for any number.
+    def copies_at_once(self) -> float:
+        """Blocks that may be on their way up at a time beside a step.
 
         What the link brings in two steps: more would only wait there, and wait longer to be of use.
         """
-        cost, step = self._cost(), self._pace.step_seconds
-        if cost is None or step is None or not cost.copy.seconds_per_byte:
-            return None
-        return 1 + int(2 * step / (cost.copy.seconds_per_byte * cost.block_bytes))
+        cost, step = self._store.costs.model, self._pace.step_seconds
+        seconds = cost.copy.seconds_per_byte * cost.block_bytes
+        return 1 + 2 * step / seconds if step and seconds else math.inf
 
-    def begin_step(self, reads: int) -> None:
-        """A step is put together; those that are awake read `reads` blocks in place in any case."""
-        blocks = self.blocks()
-        self._left = None if blocks is None else max(0, blocks - reads)
+    def begin_step(self) -> None:
+        """Another step is put together."""
+        self._left = None
 
-    def take(self, far: int, *, alone: bool) -> bool:
-        """Whether the step may read `far` blocks more in place; if so they are taken off what is left.
-
-        Args:
-            alone: nobody is awake whom it would hold up.
-        """
+    def take(self, far: int) -> bool:
+        """Whether the step may read `far` blocks more in place; if so they are taken off what is left."""
         if self._swap is Swap.COPY:
             return far == 0
-        if not alone and self._left is not None and far > self._left:
-            return False
-        if self._left is not None:
-            self._left = max(0, self._left - far)
+        if far and self._running.awake:
+            left = self._rest()
+            if far > left:
+                return False
+            self._left = left - far
         return True
+
+    def _rest(self) -> float:
+        """What is left. Those that are awake read what they have in host memory in any case."""
+        if self._left is None:
+            self._left = max(0.0, self.blocks() - self._store.read_in_place(self._running.decoding))
+        return self._left

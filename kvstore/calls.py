@@ -33,12 +33,21 @@ class LoadCalls(Protocol):
         """Blocks that have arrived so far."""
         ...
 
+    @property
+    def seconds(self) -> float:
+        """How long bringing them up took, without waiting for its turn; 0 before it is done, or not known."""
+        ...
+
     def done(self) -> bool:
         """Whether everything that is to be had has arrived. Raises what the load failed with."""
         ...
 
     def wait(self, seconds: float) -> bool:
         """Wait until it is done, `seconds` at most; returns whether it is. Raises as `done`."""
+        ...
+
+    def stop(self) -> None:
+        """Advice: it is no longer waited for, so nothing more needs to be brought up."""
         ...
 
     def release(self) -> None:
@@ -88,6 +97,10 @@ class SpaceCalls(SlotOwner, Protocol):
 
     def readable_in_place(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """bool [n]: which slots attention may read where they lie. It does not become less."""
+        ...
+
+    def count_resident(self, hashes: Sequence[bytes]) -> int | None:
+        """How many leading blocks are resident; None where only a request to another process would tell."""
         ...
 
     def match(

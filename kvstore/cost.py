@@ -232,7 +232,8 @@ class CostModel:
         one that takes more wins. At least the last token is computed: its logits are wanted.
 
         Args:
-            runs: what is there of the prompt from its first block on, in the order of its chain.
+            runs: what is there of the prompt from its first block on, in the order of its chain; the last
+                block may be partly filled.
             tokens: of the prompt.
 
         Raises:
@@ -247,7 +248,7 @@ class CostModel:
                 raise ConfigError("runs", f"must lie in a tier, got {shown(tier)}")
             counts[tier] += expect_integer("runs", count, 0)
             blocks = sum(counts.values())
-            if blocks * self.block_size > tokens:
+            if (blocks - 1) * self.block_size >= tokens:
                 raise ConfigError("runs", f"must not hold more blocks than {tokens} tokens, got {blocks}")
             taken = min(blocks * self.block_size, tokens - 1)
             # What was not measured is taken: so it gets measured.

@@ -209,6 +209,13 @@ class HostSpace(SlotSpace):
                     lease.cold = self.count_in_cold(cold, hashes[found:], cold_deadline)
         return lease
 
+    def count_resident(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks are resident. Not counted as hits and misses."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        with self._shared.lock():
+            self._shared.check_open()
+            return len(self._records.resident(hashes))
+
     def lease_resident(self, hashes: Sequence[bytes]) -> Lease:
         """`match` that does not count hits and misses."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)

@@ -107,8 +107,8 @@ def test_turns_let_those_begin_who_would_wait_for_the_end_of_others(
 ) -> None:
     def first_tokens(swap: Swap) -> tuple[int, LLM]:
         """After how many steps everybody had a token."""
-        llm = make_llm(**{**settings(swap), "device_blocks": 22})
-        sequences = [llm.submit(prompt[:40], replace(PARAMS, max_tokens=150)) for prompt in prompts[:6]]
+        llm = make_llm(**{**settings(swap), "device_blocks": 40})
+        sequences = [llm.submit(prompt[:40], replace(PARAMS, max_tokens=240)) for prompt in prompts[:5]]
         steps = 0
         while any(one.first_token_at is None for one in sequences):
             llm.step()
