@@ -20,7 +20,7 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._began: float | None = None
+        self._began = clock()
         self.step_seconds: float | None = None
         """None before the first one."""
 
@@ -28,11 +28,10 @@ class Pace:
         """A step was decided on, and runs."""
         self._began = self._clock()
 
-    def end(self, *, disturbed: bool) -> None:
-        """It is done; what it took counts unless it was disturbed."""
-        began, self._began = self._began, None
-        if began is None or disturbed:
-            return
-        took = self._clock() - began
-        mean = self.step_seconds
-        self.step_seconds = took if mean is None else mean + _WEIGHT * (took - mean)
+    def end(self, *, disturbed: bool) -> float:
+        """It is done; what it took counts unless it was disturbed. Returns these seconds."""
+        took = self._clock() - self._began
+        if not disturbed:
+            mean = self.step_seconds
+            self.step_seconds = took if mean is None else mean + _WEIGHT * (took - mean)
+        return took

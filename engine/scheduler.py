@@ -43,6 +43,8 @@ _LOOK_AHEAD: Final = 8
 # How long a sequence that cannot go on waits for room in host memory that may come: a write to the cold tier
 # may take less.
 _ROOM_SECONDS: Final = 10.0
+# Times an undisturbed step, from which on it is reading in place that a step takes its time for.
+_LONG: Final = 4.0
 # What one copy brings up, so that a long sequence can join the steps before the last of it is there.
 _PIECE_BYTES: Final = 64 << 20
 
@@ -117,7 +119,7 @@ class Scheduler:
         self._room_came = True
         """Whether trying to admit or to wake may have another outcome than last time."""
         self._blocked: tuple[Sequence, int] | None = None
-        """Who is next and had no room, and how many blocks it lacked."""
+        """Who is next and had no room, and how many blocks there are to be available for it."""
         self._given_up: list[Sequence] = []
         self._piece = max(1, _PIECE_BYTES // store.layout.block_bytes)
         self._copied = 0
@@ -300,7 +302,7 @@ class Scheduler:
         Returns:
             the sequences that finished.
         """
-        self.pace.end(disturbed=bool(step.chunks) or step.read_in_place > 0)
+        self._learn(step, self.pace.end(disturbed=bool(step.chunks) or step.read_in_place > 0))
         self.stats.steps += 1
         self.stats.read_in_place += step.read_in_place
         if step.install is not None:
@@ -367,6 +369,12 @@ class Scheduler:
             self.store.close_row(row)
         self._came_far.discard(row)
         self._room_came = True
+
+    def _learn(self, step: Step, seconds: float) -> None:
+        """A step that took much longer for what it read in place says what that costs."""
+        undisturbed = self.pace.step_seconds
+        if step.read_in_place and not step.chunks and undisturbed and seconds > _LONG * undisturbed:
+            self.store.costs.in_place.moved(step.read_in_place * self.store.layout.block_bytes, seconds)
 
     def _start_decoding(self, chunks: tuple[Chunk, ...]) -> None:
         now = time.monotonic()
@@ -446,15 +454,15 @@ class Scheduler:
         """
         if self.swap is not Swap.ATTEND or self.store.host is None or self._blocked is None:
             return False
-        first, lacking = self._blocked
+        first, wanted = self._blocked
+        if first not in self._asleep and first not in self._waiting:
+            return False
         candidates = self._running.candidates(self._running.decoding, self.stats.steps)
         candidates = candidates.take(self._turns.over(candidates, first.priority))
         took = False
-        while len(candidates) and (lacking > 0 or not self.store.table.free_rows):
+        while len(candidates) and (wanted > self.store.available_blocks or not self.store.table.free_rows):
             row = self._victim(candidates)
-            before = self.store.available_blocks
             self._put_to_sleep(self.sequence_at(row), turn=True)
-            lacking -= self.store.available_blocks - before
             candidates = candidates.take(candidates.rows != row)
             took = True
         return took
@@ -505,10 +513,12 @@ class Scheduler:
         Who has to wait for blocks from the cold tier lets others pass, who has to wait for room does not:
         small ones would pass a large one for ever.
         """
+        if not self._room_came:
+            return
         self._blocked = None
-        while self._room_came and (sequence := self._next()) is not None:
+        while (sequence := self._next()) is not None:
             if not self.store.table.free_rows:
-                self._blocked = sequence, 0
+                self._no_room(sequence, 0)
                 return
             asleep = sequence.state is SequenceState.ASLEEP
             if not (self._wake(sequence) if asleep else self._admit(sequence)):
@@ -540,10 +550,10 @@ class Scheduler:
             raise LookupError(f"sequence {sequence.id} is asleep without its KV")
         if self.num_running:
             # What waking holds in the device tier again is not there for the others.
-            left = self.store.available_blocks - self.store.cached_blocks(sleeping)
-            lacking = self.store.missing_blocks(sleeping) + 2 * self._headroom() - left
-            if lacking > 0:
-                self._blocked = sequence, lacking
+            wanted = self.store.missing_blocks(sleeping) + self.store.cached_blocks(sleeping)
+            wanted += 2 * self._headroom()
+            if wanted > self.store.available_blocks:
+                self._no_room(sequence, wanted)
                 return False
         if sequence.load_until is None:
             self._start_load(sequence, self._gate.start_sleeping(sleeping))
@@ -581,12 +591,11 @@ class Scheduler:
         row = opened.row
         new = len(sequence.tokens) - opened.length + 1
         far = self.store.far_to_read(row)
-        wanted = far + self.store.blocks_wanted(np.array([row], dtype=np.int64), new)
-        lacking = wanted + self._headroom() - self.store.available_blocks
-        if self.num_running and lacking > 0:
+        wanted = far + self.store.blocks_wanted(np.array([row], dtype=np.int64), new) + self._headroom()
+        if self.num_running and wanted > self.store.available_blocks:
+            held = self.store.available_blocks
             self.store.close_row(row)
-            self._room_came = False
-            self._blocked = sequence, lacking
+            self._no_room(sequence, wanted + self.store.available_blocks - held)
             return False
         if self.swap is Swap.COPY and far and far + 1 > self.store.available_blocks:
             self.store.close_row(row)
@@ -599,6 +608,11 @@ class Scheduler:
         else:
             self._bring_up(sequence, row)
         return True
+
+    def _no_room(self, sequence: Sequence, wanted: int) -> None:
+        """It is next, and `wanted` blocks are to be available for it; nobody tries before more are."""
+        self._blocked = sequence, wanted
+        self._room_came = False
 
     def _bring_up(self, sequence: Sequence, row: int) -> None:
         """Start copying up what a sequence has in host memory; it joins the steps when enough is there."""

@@ -37,11 +37,11 @@ class Turns:
 
     def steps(self, candidates: Candidates) -> npt.NDArray[np.float64]:
         """How many steps the stretch of each is, float64 [n]."""
-        step = self._pace.step_seconds
+        step, cost = self._pace.step_seconds, self._costs.model
         least = np.full(len(candidates), float(LEAST_STRETCH))
-        if not step:
+        if not step or not cost.copy.seconds_per_byte:
             return least
-        seconds = wake_seconds(candidates.blocks, candidates.lengths, self._costs.model, below=True)
+        seconds = wake_seconds(candidates.blocks, candidates.lengths, cost, below=True)
         steps: npt.NDArray[np.float64] = np.maximum(least, seconds / (_SWAP_SHARE * step))
         return steps
 

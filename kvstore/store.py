@@ -638,7 +638,7 @@ class TieredStore:
         there &= (words & FAR) == 0
         private = np.zeros(words.shape, dtype=np.bool_)
         private[there] = self.pool.refs[self._device.blocks_at(words[there])] == 1
-        return np.count_nonzero(private, axis=1)
+        return private.sum(axis=1, dtype=np.int64)
 
     def read_in_place(self, rows: npt.NDArray[np.int64]) -> int:
         """How many blocks of host memory a step of these rows reads where they lie; a shared one counts once.

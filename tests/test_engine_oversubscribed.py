@@ -108,7 +108,7 @@ def test_turns_let_those_begin_who_would_wait_for_the_end_of_others(
     def first_tokens(swap: Swap) -> tuple[int, LLM]:
         """After how many steps everybody had a token."""
         llm = make_llm(**{**settings(swap), "device_blocks": 40})
-        sequences = [llm.submit(prompt[:40], replace(PARAMS, max_tokens=240)) for prompt in prompts[:5]]
+        sequences = [llm.submit(prompt, replace(PARAMS, max_tokens=240)) for prompt in prompts[:7]]
         steps = 0
         while any(one.first_token_at is None for one in sequences):
             llm.step()
