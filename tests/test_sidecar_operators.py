@@ -122,6 +122,7 @@ def test_the_status_says_what_every_slot_is(running: Running, operator: RawClien
         known = running.host.space(LAYOUT, shard="tp0/2", tenant="anna")
         assert one == {
             "id": known.id.hex(),
+            "costs": {},
             "num_layers": 1,
             "num_kv_heads": 1,
             "head_dim": 64,
@@ -655,6 +656,40 @@ def test_another_policy_goes_on_with_the_order_of_the_one_before(
     assert isinstance(host.spaces[2]._records._policy, Backwards)
     operator.call(Configure({"policy": "lru"}), Configured)
     host.check_integrity()
+
+
+def test_weights_are_those_of_the_policy_and_go_with_it(running: Running, operator: RawClient) -> None:
+    space = operator.open()
+    store(operator, space, 0, 40)
+    known = running.host.space(LAYOUT)
+
+    def order() -> list[int]:
+        policy = known._records._policy
+        return policy.coldest(len(policy)).tolist()
+
+    before = order()
+    weights = {"small_share": 0.2}
+    with pytest.raises(ConfigError, match="policy_weights: 'lru' has no weight"):
+        operator.call(Configure({"policy_weights": weights}))
+    changed = operator.call(
+        Configure({"policy": "s3fifo", "policy_weights": weights, "retention_ttl": 60}), Configured
+    ).changed
+    assert changed == {
+        "policy": ("lru", "s3fifo"),
+        "policy_weights": ({}, weights),
+        "retention_ttl": (600.0, 60.0),
+    }
+    assert order() == before
+    running.host.check_integrity()
+    assert operator.call(Configure({"policy_weights": {"small_share": 0.3}}), Configured).changed == {
+        "policy_weights": (weights, {"small_share": 0.3})
+    }
+    assert order() == before
+    assert operator.call(Configure({"policy": "lru"}), Configured).changed == {
+        "policy": ("s3fifo", "lru"),
+        "policy_weights": ({"small_share": 0.3}, {}),
+    }
+    assert order() == before
 
 
 # Draining
