@@ -27,7 +27,7 @@ from ..tiers.errors import CapacityError, RequestError
 from .gate import LoadGate
 from .line import Line
 from .pace import Pace
-from .preemption import Candidates, cheapest_sleep
+from .preemption import LEAST_STEPS, Candidates, cheapest_sleep
 from .running import RunningSequences
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 from .step import Chunk, Rows, Step
@@ -121,6 +121,8 @@ class Scheduler:
         self._blocked: tuple[Sequence, int] | None = None
         """Who is next and had no room, and how many blocks there are to be available for it."""
         self._given_up: list[Sequence] = []
+        self._least_blocks = -(-LEAST_STEPS // store.layout.block_size)
+        """Blocks that a sequence may want in the steps that it is to have before it sleeps again."""
         self._piece = max(1, _PIECE_BYTES // store.layout.block_bytes)
         self._copied = 0
         """Blocks that began to come up since the last step."""
@@ -551,7 +553,7 @@ class Scheduler:
         if self.num_running:
             # What waking holds in the device tier again is not there for the others.
             wanted = self.store.missing_blocks(sleeping) + self.store.cached_blocks(sleeping)
-            wanted += 2 * self._headroom()
+            wanted += self._headroom() * (1 + self._least_blocks)
             if wanted > self.store.available_blocks:
                 self._no_room(sequence, wanted)
                 return False

@@ -14,8 +14,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ from .lineage import ChainPlace, Lineage
 from .policy import Ids
 from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
-from .session import SessionRecord, SleepingSequence, session_key
+from .session import Places, SessionRecord, SleepingSequence, session_key
 from .stats import StoreStats
 from .tables import MOST_ROWS, BlockTable, Words
 from .tails import SharedTails
@@ -55,6 +55,9 @@ from .tails import SharedTails
 __all__ = ["Install", "LoadPays", "NamedPrompt", "Opened", "Sharing", "TieredStore"]
 
 _log = logging.getLogger(__name__)
+
+_MOST_UNPLACED: Final = 64
+"""Sleepers whose copies are looked for: they are made within moments, or there is no room for them."""
 
 LoadPays: TypeAlias = Callable[[Sequence[Run], Sequence[bytes]], bool]
 """Says whether a load pays: what is there of a prompt, of which the last run may be in the cold tier, and the
@@ -160,6 +163,9 @@ class TieredStore:
         self.space = space_id(layout, shard) if self.host is None else self.host.id
         self._lost: deque[tuple[Ids, Generations]] = deque()
         """Leases that ended though nobody released them, as another thread tells."""
+        self._unplaced: deque[Places] = deque(maxlen=_MOST_UNPLACED)
+        """Of sequences that fell asleep: not all of their copies in host memory were made by then."""
+        self._written_back = 0
         self._closed = False
         self.stats = StoreStats()
         self.costs = CostEstimates(layout.block_size, layout.block_bytes) if costs is None else costs
@@ -346,10 +352,11 @@ class TieredStore:
             length=length,
             tail=chains.tail(row, length),
             extra_keys=chains.extra_keys(row),
-            partial=self._keep_partial(row, length) if keep_tail else None,
-            places=self._attacher.places(self.table.row(row)[:full]),
+            partial=(partial := self._keep_partial(row, length) if keep_tail else None),
+            places=self._attacher.places(self.table.row(row)[: full + (partial is not None)]),
         )
         self._close_row(row)
+        self._unplaced.append(sleeping.places)
         self._device.start_write_back()
         self.stats.slept += 1
         return sleeping
@@ -373,7 +380,10 @@ class TieredStore:
         self._chains.start(row, sleeping.root, sleeping.hashes, sleeping.extra_keys)
         self._chains.set_tail(row, sleeping.tail)
         try:
-            found = self._attacher.find_again(row, sleeping.places, sleeping.hashes)
+            names = sleeping.hashes
+            if sleeping.partial is not None:
+                names = (*names, sleeping.partial)
+            found = self._attacher.find_again(row, sleeping.places, names)
             opened = self._attach(row, found, sleeping.hashes, sleeping.partial_block, cold_deadline)
         except BaseException:
             self._close_row(row)
@@ -393,9 +403,10 @@ class TieredStore:
         """How many of a sleeping sequence's full blocks are not where they were in the device tier."""
         self._check_open()
         expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
-        places = sleeping.places
-        there = self.pool.generations[places.device_blocks] == places.device_generations
-        return len(sleeping.hashes) - int(np.count_nonzero(there))
+        full = len(sleeping.hashes)
+        blocks = sleeping.places.device_blocks[:full]
+        there = self.pool.generations[blocks] == sleeping.places.device_generations[:full]
+        return full - int(np.count_nonzero(there))
 
     # Steps
 
@@ -490,6 +501,11 @@ class TieredStore:
             self._promotions.abandon_install()
             self._promotions.finish()
         self._device.poll()
+        if self._unplaced and self.stats.written_back != self._written_back:
+            self._written_back = self.stats.written_back
+            for places in list(self._unplaced):
+                if self._attacher.place_copies(places):
+                    self._unplaced.remove(places)
 
     def take_lost_rows(self) -> list[int]:
         """Rows that read in host memory what is no longer leased, as a sidecar told since.
@@ -866,23 +882,24 @@ class TieredStore:
         The blocks of `found` are attached already.
         """
         size = self.layout.block_size
-        self._attacher.find(row, hashes, cold_deadline, found)
-        count = found.blocks
-        in_device, in_host, in_cold = (blocks * size for blocks in (found.device, found.host, found.cold))
-        length = count * size
-        if partial is not None and count == partial.length // size:
-            before = found.device, found.host
-            self._attacher.find(row, (*hashes[:count], partial.name), cold_deadline, found)
-            if found.blocks > count:
-                self._tails.shared[row] = True
-                filled = partial.length - length
-                length = partial.length
-                if found.device > before[0]:
-                    in_device += filled
-                elif found.host > before[1]:
-                    in_host += filled
-                else:
-                    in_cold += filled
+        if found.blocks > len(hashes):  # the partly filled one, too, where it was
+            far = bool(self.table.words[row, len(hashes)] & FAR)
+            full = Found(found.device - (not far), found.host - far, found.cold)
+        else:
+            self._attacher.find(row, hashes, cold_deadline, found)
+            full = replace(found)
+            if partial is not None and full.blocks == partial.length // size:
+                names = (*hashes[: full.blocks], partial.name)
+                self._attacher.find(row, names, cold_deadline, found)
+        length = full.blocks * size
+        in_device, in_host, in_cold = full.device * size, full.host * size, full.cold * size
+        if partial is not None and found.blocks > full.blocks:
+            self._tails.shared[row] = True
+            filled = partial.length - length
+            length = partial.length
+            in_device += filled * (found.device - full.device)
+            in_host += filled * (found.host - full.host)
+            in_cold += filled * (found.cold - full.cold)
         self.lengths[row] = length
         self.stats.device_hits += found.device
         self.stats.host_hits += found.host

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kvpager.engine.llm import LLM
 from kvpager.engine.sampler import SamplingParams
-from kvpager.engine.sequence import FinishReason, Sequence, SequenceState
+from kvpager.engine.sequence import FinishReason, Sequence
 from kvpager.engine.waking import Swap
 from kvpager.tests.engine_cases import (
     SIZE,
@@ -78,48 +78,6 @@ def test_two_turns_of_many_sessions_are_as_with_room_for_all(
     check(llm)
     # No thrash: who is put to sleep had its minimum of steps.
     assert max(one.preemptions for one in (*first, *second)) <= 1 + ANSWER // 4
-    check_nothing_is_held(llm)
-
-
-@pytest.mark.parametrize("swap", Swap)
-def test_every_session_makes_progress(swap: Swap, make_llm: MakeLLM, prompts: list[list[int]]) -> None:
-    """Nobody waits longer than it takes the others to end."""
-    llm = make_llm(**settings(swap))
-    sequences = [llm.submit(prompt, replace(PARAMS, max_tokens=100)) for prompt in prompts[:10]]
-    known = {one.id: len(one.tokens) for one in sequences}
-    waited = dict.fromkeys(known, 0)
-    longest = 0
-    while any(one.state is not SequenceState.FINISHED for one in sequences):
-        llm.step()
-        for one in sequences:
-            count = len(llm.scheduler.tokens_of(one))
-            waited[one.id] = 0 if count > known[one.id] else waited[one.id] + 1
-            known[one.id] = count
-            if one.state is not SequenceState.FINISHED:
-                longest = max(longest, waited[one.id])
-    assert all(one.finish_reason is FinishReason.LENGTH for one in sequences)
-    assert longest < 10 * 100
-    check_nothing_is_held(llm)
-
-
-def test_turns_let_those_begin_who_would_wait_for_the_end_of_others(
-    make_llm: MakeLLM, prompts: list[list[int]]
-) -> None:
-    def first_tokens(swap: Swap) -> tuple[int, LLM]:
-        """After how many steps everybody had a token."""
-        llm = make_llm(**{**settings(swap), "device_blocks": 40})
-        sequences = [llm.submit(prompt, replace(PARAMS, max_tokens=240)) for prompt in prompts[:7]]
-        steps = 0
-        while any(one.first_token_at is None for one in sequences):
-            llm.step()
-            steps += 1
-        finish(llm, sequences)
-        return steps, llm
-
-    turns, llm = first_tokens(Swap.ATTEND)
-    others, _ = first_tokens(Swap.COPY)
-    assert llm.scheduler.stats.turns > 0
-    assert turns < others
     check_nothing_is_held(llm)
 
 
