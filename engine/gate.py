@@ -84,9 +84,9 @@ class GatedLoad:
         """How long bringing them up took."""
         return self._load.seconds
 
-    def left(self, now: float) -> float:
-        """Seconds that it should take from now on."""
-        return max(0.0, self._began + self._before + self._expected(self._blocks) - now)
+    def ends_in(self, now: float) -> float:
+        """Seconds in which it should end, by the cost model."""
+        return max(0.0, self._began + self._before + self._expected() - now)
 
     def done(self) -> bool:
         """Whether everything that is to be had has arrived, or it no longer pays to wait for it."""
@@ -95,8 +95,10 @@ class GatedLoad:
         if self._load.done():
             self.measure()
             return True
-        if self._ends_later(time.monotonic()):
-            self.stop()
+        now = time.monotonic()
+        left = self._left(now)
+        if self._model.compute is not None and left > self._gain(self._load.loaded):
+            self._give_up(now - self._began - self._before + left)
         return self._given_up
 
     def wait(self, seconds: float) -> bool:
@@ -106,13 +108,8 @@ class GatedLoad:
         return self.done()
 
     def stop(self) -> None:
-        """It is no longer waited for."""
-        if not self._given_up:
-            self._given_up = True
-            self._gate.gave_up(self._blocks - self._load.loaded)
-            # At least so long; what it took in the end is told as well, if that will be known.
-            self._gate.measured(self._blocks, time.monotonic() - self._began - self._before)
-            self._load.stop()
+        """Bring nothing more up than what is on its way."""
+        self._load.stop()
 
     def release(self) -> None:
         """Let go of what has arrived."""
@@ -127,12 +124,19 @@ class GatedLoad:
             self._gate.measured(self._load.loaded, self._load.seconds)
         return self._measured
 
-    def _expected(self, blocks: int) -> float:
-        """Seconds that so many blocks should take."""
+    def _give_up(self, seconds: float) -> None:
+        self._given_up = True
+        self._gate.gave_up(self._blocks - self._load.loaded)
+        # So long, by all that is known now; what it took in the end is told as well, if that gets known.
+        self._gate.measured(self._blocks, seconds)
+        self._load.stop()
+
+    def _expected(self) -> float:
+        """Seconds that it should take, once it is its turn."""
         model = self._model
         if model.cold is None:
             return _UNKNOWN_SHARE * self._gain(0)
-        return model.cold.seconds(blocks * model.block_bytes)
+        return model.cold.seconds(self._blocks * model.block_bytes)
 
     def _gain(self, loaded: int) -> float:
         """Seconds of computing that what has not arrived would spare."""
@@ -140,16 +144,14 @@ class GatedLoad:
         now = self._model.compute_seconds(min(start, self._tokens), self._tokens) or 0.0
         return now - (self._model.compute_seconds(min(end, self._tokens), self._tokens) or 0.0)
 
-    def _ends_later(self, now: float) -> bool:
-        """Whether what has not arrived takes longer to come than to be computed."""
-        if self._model.compute is None:
-            return False
+    def _left(self, now: float) -> float:
+        """Seconds that it seems to take from now on, by the cost model and by how it went so far."""
         loaded, taken = self._load.loaded, now - self._began
-        late = taken - self._before - _LATE_AT * self._expected(self._blocks) - _GRACE_SECONDS
-        left = max(0.0, self._before + self._expected(self._blocks) - taken)
+        left = self.ends_in(now)
         if loaded:
             left = max(left, (self._blocks - loaded) * taken / loaded)
-        return max(left, _LATENESS * late) > self._gain(loaded)
+        late = taken - self._before - _LATE_AT * self._expected() - _GRACE_SECONDS
+        return max(left, _LATENESS * late)
 
 
 class LoadGate:
@@ -157,10 +159,12 @@ class LoadGate:
 
     Args:
         store: where the blocks are, with the cost model.
+        closed: whether to keep back what does not pay; False: everything is loaded, and waited for.
     """
 
-    def __init__(self, store: TieredStore) -> None:
+    def __init__(self, store: TieredStore, *, closed: bool = True) -> None:
         self._store = store
+        self._closed = closed
         self._under_way: list[GatedLoad] = []
         """Loads that have not told what they took, those included that were let go of."""
         self._probes: list[LoadCalls] = []
@@ -188,14 +192,7 @@ class LoadGate:
         for probe in [one for one in self._probes if _is_over(one.done)]:
             self._probes.remove(probe)
             self.measured(probe.loaded, probe.seconds)
-            probe.release()
         self._under_way = [load for load in self._under_way if not _is_over(load.measure)]
-
-    def close(self) -> None:
-        """Let go of what nobody waits for."""
-        for probe in self._probes:
-            probe.release()
-        self._probes = []
 
     # What loads tell
 
@@ -212,8 +209,10 @@ class LoadGate:
 
     def _start(self, tokens: int, start: Callable[[LoadPays], LoadCalls | None]) -> LoadCalls | None:
         now = time.monotonic()
-        before = sum(load.left(now) for load in self._under_way)
+        before = sum(load.ends_in(now) for load in self._under_way)
         model = self._store.costs.model
+        if not self._closed:
+            model = replace(model, compute=None)
         known: list[Run] = []
 
         def pays(runs: Sequence[Run], beyond: Sequence[bytes]) -> bool:
@@ -245,7 +244,9 @@ class LoadGate:
         now = time.monotonic()
         if self._store.host is not None and now >= self._probe_at:
             self._probe_at = now + _PROBE_SECONDS
-            self._probes.append(self._store.host.start_load(list(beyond[:_PROBE_BLOCKS]), start=None))
+            probe = self._store.host.start_load(list(beyond[:_PROBE_BLOCKS]), start=None)
+            probe.release()  # it goes on, and tells what it took
+            self._probes.append(probe)
 
 
 def _is_over(done: Callable[[], bool]) -> bool:

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from ..kvstore.calls import ControlCalls, HostCalls
 from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
+from ..kvstore.policy import MOST_PRIORITY, policy_names
 from ..kvstore.store import TieredStore
 from ..tiers.cold import ColdTier, expect_cold_tier, is_open
 from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
@@ -27,13 +29,13 @@ from ..tiers.settings import (
     expect_choice,
     expect_flag,
     expect_integer,
+    expect_path,
     expect_seconds,
     expect_text,
     expect_type,
 )
 from .compute_times import learn_compute
 from .control import Control
-from .line import MOST_PRIORITY
 from .loader import LoadedModel
 from .requests import Prompt, PromptReader, as_params, as_prompts, names_of, params_of
 from .runner import Runner
@@ -41,13 +43,15 @@ from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 from .sessions import Sessions
-from .sizing import default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
+from .sizing import costs_on, default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
 from .text import Texts
 from .waking import Swap
 
 __all__ = ["LLM", "Completion"]
 
 _log = logging.getLogger(__name__)
+
+_TELL_COSTS_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class LLM:
         cold: the cold tier, or None. It is closed with the engine, but not by an engine that cannot be made.
         host: host memory of others, and the cold tier behind it: what `kvpager.connect` returns, or a
             `HostStore`. It takes the place of `host_bytes` and `cold`, and is not closed with the engine.
+        policy: name of the eviction policy of the device tier, and of this engine's own host memory.
         max_sequences: sequences that run at a time.
         max_tokens: tokens of one sequence; None for what the model takes.
         step_tokens: tokens that one step computes at most; `max_sequences` where that is more.
@@ -104,6 +109,9 @@ class LLM:
         cuda_graphs: on a GPU, capture steps that only decode in CUDA graphs, one for each of a few sizes of
             batches as they first come; they take memory beside the device tier. Without effect where there
             is no kernel for the model's KV.
+        gate: bring blocks up from the cold tier only where that ends sooner than computing them.
+        calibration: the file in which `kvpager bench --calibrate` kept what links and models take here; None:
+            the usual one, if it is there (`kvstore.calibration`). The engine refines it by what it measures.
         tenant: salt that keeps this engine's KV apart from other tenants'.
         swap: what becomes of sequences whose KV is not in the device tier, see `Swap`. The default decides by
             costs; the others do as other engines do, to compare with. `recompute` goes without host memory.
@@ -127,11 +135,14 @@ class LLM:
         host_bytes: int | None = None,
         cold: ColdTier | None = None,
         host: HostCalls | None = None,
+        policy: str = "lru",
         max_sequences: int = 64,
         max_tokens: int | None = None,
         step_tokens: int = 512,
         load_seconds: float = 5.0,
         cuda_graphs: bool = True,
+        gate: bool = True,
+        calibration: str | Path | None = None,
         tenant: bytes = b"",
         swap: Swap | str = Swap.ATTEND,
     ) -> None:
@@ -144,7 +155,11 @@ class LLM:
         step_tokens = expect_integer("step_tokens", step_tokens, 1)
         load_seconds = expect_seconds("load_seconds", load_seconds)
         cuda_graphs = expect_flag("cuda_graphs", cuda_graphs)
+        gate = expect_flag("gate", gate)
+        if calibration is not None:
+            calibration = expect_path("calibration", calibration)
         tenant = expect_bytes("tenant", tenant)
+        expect_choice("policy", policy, policy_names())
         swap = Swap(expect_choice("swap", swap, [one.value for one in Swap]))
         if swap is Swap.RECOMPUTE:
             if host_bytes or host is not None:
@@ -170,9 +185,20 @@ class LLM:
         blocks = device_blocks_of(self.layout, device, device_blocks, device_bytes)
         host_bytes = default_host_bytes() if host_bytes is None else host_bytes
         on_gpu = device if device != "cpu" else None
+        step_tokens = max(step_tokens, max_sequences)
+        costs = costs_on(
+            device,
+            self.layout,
+            self._loaded.identity,
+            calibration=calibration,
+            cold=None if cold is None else cold.name,
+            step_tokens=step_tokens,
+        )
         with ExitStack() as undo:
             self.host = (
-                HostStore(host_bytes, cold=cold, device=on_gpu) if host is None and host_bytes else None
+                HostStore(host_bytes, cold=cold, policy=policy, device=on_gpu)
+                if host is None and host_bytes
+                else None
             )
             if self.host is not None:
                 # Whoever opened the cold tier has no engine that would close it, and may try again.
@@ -187,15 +213,18 @@ class LLM:
                     host=host if host is not None else self.host,
                     device=device,
                     max_sequences=max_sequences,
+                    policy=policy,
                     mover=mover,
+                    costs=costs,
                 )
             undo.callback(self.store.close)
             self._scheduler = Scheduler(
                 self.store,
                 max_sequences=max_sequences,
                 max_tokens=self.max_tokens,
-                step_tokens=max(step_tokens, max_sequences),
+                step_tokens=step_tokens,
                 load_seconds=load_seconds,
+                gate=gate,
                 swap=swap,
             )
             self._runner = Runner(self._loaded.model, self.store, self.max_tokens, cuda_graphs=cuda_graphs)
@@ -211,6 +240,7 @@ class LLM:
             undo.pop_all()
         self._cold = cold
         self._next_id = 0
+        self._tell_costs_at = 0.0
         self._driven = threading.Lock()
         self._closed = False
         self._ended = False  # closed to the end: what was interrupted may be closed again
@@ -223,6 +253,11 @@ class LLM:
     def encode_chat(self, messages: Many[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins, see `LoadedModel.encode_chat`."""
         return self._loaded.encode_chat(messages)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens have ids below this."""
+        return self._loaded.config.vocab_size
 
     @property
     def closed(self) -> bool:
@@ -413,6 +448,9 @@ class LLM:
 
     def _step(self) -> list[Sequence]:
         self.store.poll()
+        if (now := time.monotonic()) >= self._tell_costs_at:
+            self._tell_costs_at = now + _TELL_COSTS_SECONDS
+            self.store.tell_costs()
         if self._control is not None:
             self._control.between_steps()
         step = self._scheduler.schedule()
@@ -538,7 +576,6 @@ class LLM:
             if self.host is not None:
                 rest.callback(self.host.close, drain=drain)
             rest.callback(self.store.close)
-            rest.callback(self._scheduler.close)
             rest.callback(self._runner.close)
             rest.callback(self._sessions.close)
             if self._control is not None:

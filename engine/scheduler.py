@@ -79,6 +79,7 @@ class Scheduler:
         max_tokens: tokens of one sequence, prompt and output.
         step_tokens: tokens a step may compute, decoding ones counted.
         load_seconds: how long a sequence waits for blocks from the cold tier before it is computed.
+        gate: whether blocks come up from there only where that ends sooner than computing them.
         swap: what becomes of sequences whose KV is not in the device tier.
         clock: seconds, of whichever origin, by which steps are measured.
     """
@@ -91,6 +92,7 @@ class Scheduler:
         max_tokens: int,
         step_tokens: int,
         load_seconds: float,
+        gate: bool = True,
         swap: Swap = Swap.ATTEND,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -126,7 +128,7 @@ class Scheduler:
         self._piece = max(1, _PIECE_BYTES // store.layout.block_bytes)
         self._copied = 0
         """Blocks that began to come up since the last step."""
-        self._gate = LoadGate(store)
+        self._gate = LoadGate(store, closed=gate)
 
     def __len__(self) -> int:
         """Sequences that are not finished."""
@@ -341,10 +343,6 @@ class Scheduler:
                 return
         if self._held:
             time.sleep(seconds)  # who lets them go on says so between two steps
-
-    def close(self) -> None:
-        """Nothing is scheduled any more."""
-        self._gate.close()
 
     # Inside
 

@@ -13,13 +13,22 @@ import numpy.typing as npt
 
 from ..tiers.layout import KVLayout
 from .control import CommandKind, EngineReport
+from .cost import CostModel
 from .events import Listener
 from .handles import Generations, Lease, Reservation, SlotOwner
 from .hashing import Tokens
 from .lineage import CHAIN_START, ChainPlace, Lineage
-from .policy import Ids
+from .policy import Ids, Retention
 
-__all__ = ["ControlCalls", "EngineCommand", "HostCalls", "LoadCalls", "LostListener", "SpaceCalls"]
+__all__ = [
+    "ControlCalls",
+    "CostCalls",
+    "EngineCommand",
+    "HostCalls",
+    "LoadCalls",
+    "LostListener",
+    "SpaceCalls",
+]
 
 LostListener = Callable[[bytes, Ids, Generations], None]
 """Is told of leases that ended though nobody released them: the id of the space, slots, generations."""
@@ -153,7 +162,7 @@ class SpaceCalls(SlotOwner, Protocol):
         """Keep the leading resident blocks until `unpin`, or for `ttl` seconds; returns how many."""
         ...
 
-    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool, retention: Retention | None = None) -> int:
         """Advice: blocks will be wanted soon, or not again; for how many it is tried."""
         ...
 
@@ -186,6 +195,15 @@ class SpaceCalls(SlotOwner, Protocol):
 
     def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
         """A named record from the cold tier, or None."""
+        ...
+
+
+@runtime_checkable
+class CostCalls(Protocol):
+    """A space whose policies reckon with what its blocks cost: one of this process."""
+
+    def tell_costs(self, costs: CostModel) -> None:
+        """What loading and computing its blocks takes, as far as an engine knows it."""
         ...
 
 

@@ -107,21 +107,44 @@ class _Fit:
 
 
 def _non_negative(gram: _Numbers, moment: _Numbers) -> _Numbers:
-    """The non-negative x that minimises ``x gram x - 2 moment x``, by trying every set of positive ones."""
+    """The non-negative x that minimises ``x gram x - 2 moment x``, by trying every set of positive ones.
+
+    In plain Python: of two or three numbers that takes a tenth of the time of array operations.
+    """
     count = len(moment)
-    scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
-    gram = gram / np.outer(scale, scale) + _RIDGE * np.eye(count)
-    moment = moment / scale
-    best, least = np.zeros(count), 0.0
+    matrix, right = gram.tolist(), moment.tolist()
+    scale = [max(matrix[at][at], 1e-300) ** 0.5 for at in range(count)]
+    rows = [
+        [matrix[at][to] / (scale[at] * scale[to]) + (_RIDGE if at == to else 0.0) for to in range(count)]
+        for at in range(count)
+    ]
+    right = [right[at] / scale[at] for at in range(count)]
+    best, least = [0.0] * count, 0.0
     for size in range(1, count + 1):
         for chosen in combinations(range(count), size):
-            at = list(chosen)
-            found = np.linalg.solve(gram[np.ix_(at, at)], moment[at])
-            value = -float(moment[at] @ found)
-            if (found >= 0).all() and value < least:
-                best, least = np.zeros(count), value
-                best[at] = found
-    return best / scale
+            found = _solved([[rows[at][to] for to in chosen] for at in chosen], [right[at] for at in chosen])
+            value = -sum(right[at] * one for at, one in zip(chosen, found, strict=True))
+            if min(found) >= 0 and value < least:
+                best, least = [0.0] * count, value
+                for at, one in zip(chosen, found, strict=True):
+                    best[at] = one
+    return np.array([one / by for one, by in zip(best, scale, strict=True)])
+
+
+def _solved(rows: list[list[float]], right: list[float]) -> list[float]:
+    """The solution of a positive definite system, by elimination. Both are used up."""
+    count = len(right)
+    for at in range(count):
+        for below in range(at + 1, count):
+            share = rows[below][at] / rows[at][at]
+            for to in range(at, count):
+                rows[below][to] -= share * rows[at][to]
+            right[below] -= share * right[at]
+    found = [0.0] * count
+    for at in reversed(range(count)):
+        rest = sum(rows[at][to] * found[to] for to in range(at + 1, count))
+        found[at] = (right[at] - rest) / rows[at][at]
+    return found
 
 
 class LinkEstimate:

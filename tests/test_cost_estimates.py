@@ -12,7 +12,7 @@ COMPUTE = ComputeCost(3e-3, 5e-5, 2e-9, 512)
 
 
 def moves(count: int, seed: int = 1) -> list[int]:
-    return (2 ** np.random.default_rng(seed).uniform(14, 25, count)).astype(int).tolist()
+    return [int(2**power) for power in np.random.default_rng(seed).uniform(14, 25, count)]
 
 
 def near(found: LinkCost | None, true: LinkCost, share: float = 0.05) -> bool:
