@@ -42,6 +42,7 @@ from .runner import Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
+from .session_calls import SessionCalls
 from .sessions import Sessions
 from .sizing import costs_on, default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
 from .text import Texts
@@ -232,6 +233,9 @@ class LLM:
             self._texts = Texts(self._loaded.tokenizer)
             self._sessions = Sessions(
                 self.store, cold, load_seconds, has_cold=cold is not None or host is not None
+            )
+            self._session_calls = SessionCalls(
+                self.store, self._scheduler, self._sessions, self._between_steps
             )
             operators: object = host
             self._control: Control | None = None
@@ -493,6 +497,13 @@ class LLM:
         finally:
             self._driven.release()
 
+    @contextmanager
+    def _between_steps(self, what: str) -> Iterator[None]:
+        """`_driving` for an engine that is open."""
+        self._check_open()
+        with self._driving(what):
+            yield
+
     def completion(self, sequence: Sequence) -> Completion:
         """What became of a finished sequence.
 
@@ -518,6 +529,11 @@ class LLM:
         )
 
     # Sessions
+
+    @property
+    def sessions(self) -> SessionCalls:
+        """The conversations of this engine: where they are, to be put to sleep, woken, brought up ahead."""
+        return self._session_calls
 
     def save_sessions(self) -> int:
         """Keep what is needed to go on with every conversation in another process; returns how many.

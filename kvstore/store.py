@@ -54,7 +54,7 @@ from .store_settings import RETENTION_TTL
 from .tables import MOST_ROWS, BlockTable, Words
 from .tails import SharedTails
 
-__all__ = ["Install", "LoadPays", "NamedPrompt", "Opened", "Sharing", "TieredStore"]
+__all__ = ["Install", "LoadPays", "NamedPrompt", "Opened", "Sharing", "TieredStore", "Waste"]
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +96,19 @@ class Sharing:
     def saved_blocks(self) -> int:
         """Blocks that there would be more without sharing."""
         return self.words - self.blocks
+
+
+@dataclass(frozen=True)
+class Waste:
+    """Places for tokens in the device tier that are allocated, and how many hold tokens in use or to reuse."""
+
+    places: int
+    tokens: int
+
+    @property
+    def share(self) -> float:
+        """Of what is allocated, that holds nothing."""
+        return 1 - self.tokens / self.places if self.places else 0.0
 
 
 class TieredStore:
@@ -419,6 +432,29 @@ class TieredStore:
             raise
         self.stats.woken += 1
         return opened
+
+    def prefetch(self, sleeping: SleepingSequence) -> int:
+        """Start copying a sleeping sequence's blocks from host memory to device blocks that are free.
+
+        They are found there when it wakes, unless others want the room before.
+
+        Returns:
+            how many blocks were started.
+        """
+        self._check_open()
+        expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
+        free = self.pool.free
+        if self._promotions is None or not free or not self.table.free_rows:
+            return 0
+        row = self.table.take_row()
+        try:
+            self._chains.start(row, sleeping.root, sleeping.hashes, sleeping.extra_keys)
+            found = self._attacher.find_again(row, sleeping.places, sleeping.hashes)
+            self._attacher.find(row, sleeping.hashes, 0.0, found)
+            self.lengths[row] = found.blocks * self.layout.block_size
+            return self.promote(row, free)
+        finally:
+            self._close_row(row)
 
     def cached_blocks(self, sleeping: SleepingSequence) -> int:
         """How many of `available_blocks` waking a sequence would hold again."""
@@ -749,6 +785,20 @@ class TieredStore:
         self._check_open()
         return self._device.evict(expect_integer("count", count, 0))
 
+    def waste(self) -> Waste:
+        """How much of the device tier is allocated and holds nothing: rows' last blocks, copies on their way."""
+        self._check_open()
+        size = self.layout.block_size
+        held = np.zeros(self.pool.capacity, dtype=np.int64)
+        named = self.pool.named(np.arange(self.pool.capacity, dtype=np.int32))
+        held[named] = size - self.pool.lacking[named]
+        for row in self.table.rows_in_use.tolist():
+            words = self.table.row(row)
+            near = np.flatnonzero((words & FAR) == 0)
+            blocks = self._device.blocks_at(words[near])
+            held[blocks] = np.maximum(held[blocks], (self.lengths[row] - near * size).clip(0, size))
+        return Waste((self.pool.capacity - self.pool.free) * size, int(held.sum()))
+
     def sharing(self) -> Sharing:
         """How much of what the block tables hold is held by several rows."""
         self._check_open()
@@ -957,6 +1007,7 @@ class TieredStore:
                 column = length // self.layout.block_size
                 place = ChainPlace.at(self._chains.hashes(row), column)
                 self._device.publish(block, [name], Lineage.of_chain([name], place))
+                self.pool.lacking[block] = -length % self.layout.block_size
         return name
 
     def _publish(
