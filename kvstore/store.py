@@ -100,7 +100,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Waste:
-    """Places for tokens in the device tier that are allocated, and how many hold tokens in use or to reuse."""
+    """Places for tokens in the device tier that are allocated, and how many hold some, in use or cached."""
 
     places: int
     tokens: int
@@ -719,7 +719,8 @@ class TieredStore:
         there &= (words & FAR) == 0
         private = np.zeros(words.shape, dtype=np.bool_)
         private[there] = self.pool.refs[self._device.blocks_at(words[there])] == 1
-        return private.sum(axis=1, dtype=np.int64)
+        blocks: npt.NDArray[np.int64] = private.sum(axis=1, dtype=np.int64)
+        return blocks
 
     def read_in_place(self, rows: npt.NDArray[np.int64]) -> int:
         """How many blocks of host memory a step of these rows reads where they lie; a shared one counts once.
@@ -786,7 +787,7 @@ class TieredStore:
         return self._device.evict(expect_integer("count", count, 0))
 
     def waste(self) -> Waste:
-        """How much of the device tier is allocated and holds nothing: rows' last blocks, copies on their way."""
+        """How much of the device tier is allocated and holds nothing: last blocks' ends, copies under way."""
         self._check_open()
         size = self.layout.block_size
         held = np.zeros(self.pool.capacity, dtype=np.int64)
