@@ -1,8 +1,8 @@
 """The load-or-recompute gate: time to the first token of a prompt that only the cold tier has.
 
 A disk tier is held to so many bytes a second. One engine loads what pays, one whatever is there, and one has
-no cold tier and computes the prompt; they take turns on the same model, so that what else the machine does hits
-all of them alike. Told are medians; by then the first engine knows the tier, as after a few requests.
+no cold tier and computes the prompt; they take turns on the same model, so that what else the machine does
+hits all of them alike. Told are medians; by then the first engine knows the tier, as after a few requests.
 
     python benchmarks/gate.py [--model MODEL] [--tokens N] [--rates BYTES,BYTES] [--rounds N] [--json FILE]
 """
