@@ -45,7 +45,7 @@ from .far import FarBlocks
 from .handles import Generations
 from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, space_id
 from .lineage import ChainPlace, Lineage
-from .policy import Ids, Retention
+from .policy import DEFAULT_POLICY, Ids, Retention
 from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
 from .session import Places, SessionRecord, SleepingSequence, session_key
@@ -147,7 +147,7 @@ class TieredStore:
         host: HostCalls | None = None,
         device: str = "cpu",
         max_sequences: int = 256,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         policy_weights: Mapping[str, float] | None = None,
         shard: str = "",
         mover: Mover | None = None,
