@@ -1,0 +1,147 @@
+"""Traces: what a cache was asked for and given, over time, as arrays.
+
+An *event* is one call: a look-up of a chain's blocks, blocks that are put, or both. Two kinds of files are read
+(`kvstore.trace_files`), and traces are made (`kvstore.chat_traces`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .lineage import ShortHashes
+
+__all__ = ["BlockNumbers", "Trace", "TraceEvent", "mixed"]
+
+BlockNumbers: TypeAlias = npt.NDArray[np.int32]
+"""int32 [n] of a trace's blocks: each different one has a number, from 0 up."""
+_STEP: np.uint64 = np.uint64(0x9E3779B97F4A7C15)
+_MIX: tuple[np.uint64, ...] = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """One event, as a file has it.
+
+    Args:
+        time: seconds since the trace's beginning.
+        names: names of the blocks, each a number of 64 bits; they follow each other in a chain.
+        asked: how many leading ones are looked up.
+        filled: how many leading ones are put where they are not there.
+        tokens: of the prompt, or of the blocks.
+        depth: 1-based index of the first one in its chain; 0: not known.
+        parent: name of the block before the first one; 0: none, or not known.
+    """
+
+    time: float
+    names: tuple[int, ...] | npt.NDArray[np.uint64]
+    asked: int
+    filled: int
+    tokens: int
+    depth: int = 1
+    parent: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A trace of n events that name b blocks in all, d different ones.
+
+    Attributes:
+        block_size: tokens of a block.
+        block_bytes: bytes of a block; None: the trace does not say.
+        times: float64 [n], seconds since its beginning, in order.
+        starts: int64 [n + 1]; the blocks of event i are ``blocks[starts[i]:starts[i + 1]]``.
+        blocks: int32 [b], the blocks' numbers.
+        asked: int32 [n], how many leading blocks of each event are looked up.
+        filled: int32 [n], how many leading ones are put where they are not there.
+        tokens: int64 [n], of the prompt of each event.
+        depths: int32 [n], 1-based index of each event's first block in its chain; 0: not known.
+        parents: uint64 [n], the name before it; 0: none, or not known.
+        names: uint64 [d], the name of each block number.
+    """
+
+    block_size: int
+    block_bytes: int | None
+    times: npt.NDArray[np.float64]
+    starts: npt.NDArray[np.int64]
+    blocks: BlockNumbers
+    asked: npt.NDArray[np.int32]
+    filled: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int64]
+    depths: npt.NDArray[np.int32]
+    parents: ShortHashes
+    names: ShortHashes
+
+    @classmethod
+    def of_events(
+        cls, events: Iterable[TraceEvent], block_size: int, block_bytes: int | None = None
+    ) -> Trace:
+        """The trace of these events, which are put in the order of their times."""
+        ordered = sorted(events, key=lambda event: event.time)
+        counts = np.array([len(event.names) for event in ordered], dtype=np.int64)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+        named = np.empty(int(starts[-1]), dtype=np.uint64)
+        for event, start, end in zip(ordered, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+            named[start:end] = event.names
+        names, blocks = np.unique(named, return_inverse=True)
+        first = ordered[0].time if ordered else 0.0
+        return cls(
+            block_size,
+            block_bytes,
+            np.array([event.time - first for event in ordered], dtype=np.float64),
+            starts,
+            blocks.astype(np.int32),
+            np.array([event.asked for event in ordered], dtype=np.int32),
+            np.array([event.filled for event in ordered], dtype=np.int32),
+            np.array([event.tokens for event in ordered], dtype=np.int64),
+            np.array([event.depth for event in ordered], dtype=np.int32),
+            np.array([event.parent for event in ordered], dtype=np.uint64),
+            names,
+        )
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    @property
+    def distinct(self) -> int:
+        """How many different blocks there are."""
+        return len(self.names)
+
+    @property
+    def references(self) -> int:
+        """How many blocks are looked up in all."""
+        return int(self.asked.sum())
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts that are looked up."""
+        return int(self.tokens[self.asked > 0].sum())
+
+    @property
+    def seconds(self) -> float:
+        """From the first event to the last."""
+        return float(self.times[-1]) if len(self) else 0.0
+
+    def chain(self, event: int) -> BlockNumbers:
+        """The blocks of one event."""
+        return self.blocks[self.starts[event] : self.starts[event + 1]]
+
+    def hit_tokens(self, hits: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Tokens that so many leading blocks of each event hold, int64 [n]; the last block may be partly full."""
+        return np.minimum(hits.astype(np.int64) * self.block_size, self.tokens)
+
+
+def mixed(numbers: npt.NDArray[np.uint64]) -> ShortHashes:
+    """Numbers as names that look like hashes: different for different ones, and none of them 0.
+
+    The finaliser of SplitMix64 (Steele, Lea, Flood 2014), which is a bijection, over the numbers from 1 up.
+    """
+    z = (numbers + np.uint64(1)) * _STEP
+    z = (z ^ (z >> np.uint64(30))) * _MIX[0]
+    z = (z ^ (z >> np.uint64(27))) * _MIX[1]
+    names: ShortHashes = z ^ (z >> np.uint64(31))
+    return names
