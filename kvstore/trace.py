@@ -6,9 +6,9 @@ An *event* is one call: a look-up of a chain's blocks, blocks that are put, or b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,8 @@ __all__ = ["BlockNumbers", "Trace", "TraceEvent", "mixed"]
 
 BlockNumbers: TypeAlias = npt.NDArray[np.int32]
 """int32 [n] of a trace's blocks: each different one has a number, from 0 up."""
-_STEP: np.uint64 = np.uint64(0x9E3779B97F4A7C15)
-_MIX: tuple[np.uint64, ...] = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_STEP: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Trace:
         asked: int32 [n], how many leading blocks of each event are looked up.
         filled: int32 [n], how many leading ones are put where they are not there.
         tokens: int64 [n], of the prompt of each event.
-        depths: int32 [n], 1-based index of each event's first block in its chain; 0: not known.
-        parents: uint64 [n], the name before it; 0: none, or not known.
         names: uint64 [d], the name of each block number.
+        parents: uint64 [d], the name of the block before each; 0: none, or not known.
+        depths: int32 [d], 1-based index of each in its chain; 0: not known.
     """
 
     block_size: int
@@ -72,9 +72,9 @@ class Trace:
     asked: npt.NDArray[np.int32]
     filled: npt.NDArray[np.int32]
     tokens: npt.NDArray[np.int64]
-    depths: npt.NDArray[np.int32]
-    parents: ShortHashes
     names: ShortHashes
+    parents: ShortHashes
+    depths: npt.NDArray[np.int32]
 
     @classmethod
     def of_events(
@@ -88,6 +88,12 @@ class Trace:
         for event, start, end in zip(ordered, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             named[start:end] = event.names
         names, blocks = np.unique(named, return_inverse=True)
+        parents, depths = _places(ordered, starts, named)
+        # What a later event says of a block is what the first one said: its name says what is before it.
+        known = np.flatnonzero(depths)[::-1]
+        block_parents, block_depths = np.zeros_like(names), np.zeros(len(names), dtype=np.int32)
+        block_parents[blocks[known]] = parents[known]
+        block_depths[blocks[known]] = depths[known]
         first = ordered[0].time if ordered else 0.0
         return cls(
             block_size,
@@ -98,9 +104,9 @@ class Trace:
             np.array([event.asked for event in ordered], dtype=np.int32),
             np.array([event.filled for event in ordered], dtype=np.int32),
             np.array([event.tokens for event in ordered], dtype=np.int64),
-            np.array([event.depth for event in ordered], dtype=np.int32),
-            np.array([event.parent for event in ordered], dtype=np.uint64),
             names,
+            block_parents,
+            block_depths,
         )
 
     def __len__(self) -> int:
@@ -133,6 +139,22 @@ class Trace:
     def hit_tokens(self, hits: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """Tokens that so many leading blocks of each event hold, int64 [n]; the last block may be partly full."""
         return np.minimum(hits.astype(np.int64) * self.block_size, self.tokens)
+
+
+def _places(
+    events: Sequence[TraceEvent], starts: npt.NDArray[np.int64], names: ShortHashes
+) -> tuple[ShortHashes, npt.NDArray[np.int32]]:
+    """The name before each block of all events, and its place in its chain; 0 where that is not known."""
+    some = np.flatnonzero(np.diff(starts))
+    firsts = starts[some]
+    parents = np.concatenate([np.zeros(1, np.uint64), names[:-1]]) if len(names) else names.copy()
+    parents[firsts] = [events[at].parent for at in some.tolist()]
+    depths = np.array([event.depth for event in events], dtype=np.int64)
+    counts = np.diff(starts)
+    places = np.arange(len(names)) + np.repeat(depths - starts[:-1], counts)
+    unknown = np.repeat(depths == 0, counts)
+    places[unknown], parents[unknown] = 0, 0
+    return parents, places.astype(np.int32)
 
 
 def mixed(numbers: npt.NDArray[np.uint64]) -> ShortHashes:
