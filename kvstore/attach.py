@@ -95,6 +95,7 @@ class Attacher:
         while count < len(names):
             near = pool.match(names, count)
             if len(near):
+                pool.found(near)
                 pool.hold(near)
                 self._table.set(row, count, self._device.arena.addresses(near))
                 found.device += len(near)
@@ -109,8 +110,10 @@ class Attacher:
                 far = self._find_far(row, names[:stop], count, left)
                 found.cold += far
             if not far:
-                return
+                break
+            pool.missed(names, count, count + far)
             count += far
+        pool.missed(names, count)
 
     def _find_far(self, row: int, names: Sequence[bytes], column: int, cold_deadline: float) -> int:
         """Attach the leading blocks from a column on in host memory (or bring them there); how many."""
@@ -200,6 +203,7 @@ class Attacher:
         stop = self._lease_again(far, row, places, near) if far is not None else _leading(near)
         near = near[:stop]
         blocks, slots = places.device_blocks[:stop], places.host_slots[:stop]
+        pool.found(blocks[near])
         pool.hold(blocks[near])
         written = 0
         # Runs of near and far words in turn; there is one run, most of the time.

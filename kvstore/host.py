@@ -72,7 +72,7 @@ class HostStore:
     Args:
         host_bytes: capacity of the pinned arena.
         cold: the cold tier, or None. It is closed with the store, but not by a store that cannot be made.
-        policy: name of the eviction policy (`kvstore.policy.POLICIES`).
+        policy: name of the eviction policy (`kvstore.policy.policy_names`).
         device: ``cuda:N`` to page-lock and map the arena for that GPU; None or ``cpu`` for a machine without
             one.
         extent_bytes: size of an extent; None for a size that fits the capacity.

@@ -194,10 +194,11 @@ class HostSpace(SlotSpace):
         """`match` that trusts its arguments: for names that were looked at already."""
         shared = self._shared
         with shared.lock():
-            lease, at = self._lease_leading(hashes)
-            found = len(at)
-            if found:
-                self._records.lineage.found(at, hashes, start)
+            shared.check_open()
+            slots = self._records.resident(hashes)
+            self._records.looked_up(slots, hashes, start)
+            lease = self._leased(slots)
+            found = len(slots)
             shared.stats.matched += found
             shared.stats.matched_tokens += found * self.layout.block_size
             shared.stats.missed += len(hashes) - found
@@ -213,7 +214,8 @@ class HostSpace(SlotSpace):
         """`match` that does not count hits and misses."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         with self._shared.lock():
-            return self._lease_leading(hashes)[0]
+            self._shared.check_open()
+            return self._leased(self._records.resident(hashes))
 
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once.
@@ -897,13 +899,10 @@ class HostSpace(SlotSpace):
         there = np.flatnonzero(found)
         return there, slots[there]
 
-    def _lease_leading(self, hashes: Sequence[bytes]) -> tuple[Lease, npt.NDArray[np.intp]]:
-        """A lease of the leading resident blocks, and its slots as indices, which are made once."""
-        self._shared.check_open()
-        slots = self._records.resident(hashes)
+    def _leased(self, slots: Ids) -> Lease:
+        """A lease of these resident blocks."""
         self._records.take_leases(slots)
-        at = slots.astype(np.intp)
-        return Lease(self, slots, self._records.generations[at]), at
+        return Lease(self, slots, self._records.generations[slots.astype(np.intp)])
 
     def _drop_leases(self, slots: Ids) -> None:
         if self._records.drop_leases(slots, self._shared.clock.tick()):

@@ -18,7 +18,7 @@ class StoreSettings:
     """Settings of a host store.
 
     Args:
-        policy: name of the eviction policy (`kvstore.policy.POLICIES`).
+        policy: name of the eviction policy (`kvstore.policy.policy_names`).
         clean_ahead: share of host memory that is kept copied to the cold tier ahead of eviction.
         cold_deadline: seconds that one background read or write of the cold tier may take.
         quotas: bytes that the blocks of each tenant may take; ``*``: of each that is not named. None or

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from ...kvstore.policy import POLICIES
+from ...kvstore.policy import policy_names
 
 __all__ = [
     "MOST_CELLS",
@@ -88,7 +88,7 @@ _MOST_COUNT: Final = 1 << 53
 _MOST_WAIT: Final = 60.0
 """What a request of the sidecar waits at most."""
 _MOST_DEADLINE: Final = 600.0
-_POLICY: Final = next(iter(POLICIES))
+_POLICY: Final = "lru"
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ Share = Annotated[float, Field(ge=0, le=1, description="a share, from 0 to 1")]
 Wait = Annotated[float, Field(gt=0, le=_MOST_WAIT, description="seconds that it may take", examples=[30.0])]
 TenantName = Annotated[str, StringConstraints(max_length=256), Field(examples=["acme"])]
 PolicyName = Annotated[
-    str, StringConstraints(pattern=f"^({'|'.join(sorted(POLICIES))})$"), Field(examples=[_POLICY])
+    str, StringConstraints(pattern=f"^({'|'.join(policy_names())})$"), Field(examples=[_POLICY])
 ]
 Reason = Annotated[str, Field(description="why, in words", examples=["the cold tier does not answer"])]
 
@@ -663,7 +663,7 @@ class Policy(_Answer):
     """How blocks are ranked for eviction."""
 
     policy: str = Field(examples=[_POLICY])
-    policies: list[str] = Field(description="those that there are", examples=[sorted(POLICIES)])
+    policies: list[str] = Field(description="those that there are", examples=[policy_names()])
 
 
 class PolicyChange(_Body):
