@@ -204,12 +204,12 @@ class _S3FIFO:
 
 
 TEXTBOOK: Final[dict[str, Callable[[int], TextbookCache]]] = {
-    "textbook-lru": _LRU,
-    "textbook-lfu": _LFU,
-    "textbook-fifo": _FIFO,
-    "textbook-clock": _CLOCK,
-    "textbook-sieve": _SIEVE,
-    "textbook-s3fifo": _S3FIFO,
+    "LRU": _LRU,
+    "LFU": _LFU,
+    "FIFO": _FIFO,
+    "CLOCK": _CLOCK,
+    "SIEVE": _SIEVE,
+    "S3-FIFO": _S3FIFO,
 }
 """Makes a cache of so many blocks, by name."""
 
