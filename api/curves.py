@@ -87,9 +87,7 @@ def draw_panels(title: str, axis: str, sizes: Sequence[int], panels: Sequence[Pa
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _drawn(
-    panel: Panel, left: int, axis: str, sizes: Sequence[int], colours: dict[str, str]
-) -> list[str]:
+def _drawn(panel: Panel, left: int, axis: str, sizes: Sequence[int], colours: dict[str, str]) -> list[str]:
     most = max((value for curve in panel.curves for value in curve.values if value is not None), default=0.0)
     step = next((step for step in _STEPS if most / step <= _MOST_TICKS), _STEPS[-1])
     top = max(step, math.ceil(most / step) * step)
@@ -110,9 +108,12 @@ def _drawn(
         )
     bottom = _TOP + _HEIGHT
     parts += [
-        f'<text x="{x(size):.1f}" y="{bottom + 14}" text-anchor="middle">{_short(size)}</text>' for size in sizes
+        f'<text x="{x(size):.1f}" y="{bottom + 14}" text-anchor="middle">{_short(size)}</text>'
+        for size in sizes
     ]
-    parts.append(f'<text x="{left + _WIDTH / 2}" y="{bottom + 28}" text-anchor="middle">{escape(axis)}</text>')
+    parts.append(
+        f'<text x="{left + _WIDTH / 2}" y="{bottom + 28}" text-anchor="middle">{escape(axis)}</text>'
+    )
     for curve in panel.curves:
         points = [
             (x(size), y(value)) for size, value in zip(sizes, curve.values, strict=True) if value is not None
@@ -129,7 +130,9 @@ def _drawn(
 
 def _stroke(curve: Curve, colours: dict[str, str]) -> str:
     dashes = ' stroke-dasharray="5 3"' if curve.dashed else ""
-    return f'fill="none" stroke="{colours[curve.name]}" stroke-width="{2.5 if curve.emphasis else 1.2}"{dashes}'
+    return (
+        f'fill="none" stroke="{colours[curve.name]}" stroke-width="{2.5 if curve.emphasis else 1.2}"{dashes}'
+    )
 
 
 def _short(size: int) -> str:
@@ -145,6 +148,8 @@ def _words(title: str, sizes: Sequence[int], panels: Sequence[Panel]) -> str:
     for panel in panels:
         lines.append(panel.title)
         for at, size in enumerate(sizes):
-            said = (f"{one.name} {value:.1%}" for one in panel.curves if (value := one.values[at]) is not None)
+            said = (
+                f"{one.name} {value:.1%}" for one in panel.curves if (value := one.values[at]) is not None
+            )
             lines.append(f"{size:,}: {', '.join(said)}")
     return "\n".join(lines)

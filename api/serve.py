@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..kvstore.host import HostStore
+from ..kvstore.trace_log import MOST_TRACE_BYTES, TraceLog
 from ..tiers.arena_file import ArenaFile, default_arena_path
 from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.memory import format_bytes, memory_headroom
@@ -80,6 +81,8 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
         "cold.path": "--cold",
         "cold.capacity_bytes": "--cold-bytes",
         "cold.secret": sealed,
+        "trace": "--trace",
+        "trace_bytes": "--trace-bytes",
     }
     return {**words, **{setting: words.get(flag, flag) for setting, flag in names.items()}}
 
@@ -136,7 +139,12 @@ def _run(options: argparse.Namespace) -> int:
             # What ends it before it is stopped is no reason to lose blocks.
             arena.keep = arena.keep or arena.nbytes > 0
         with interruptions.put_off():
-            host = HostStore(host_bytes or usual_bytes(arena), cold=cold, arena=arena, quotas=options.quota)
+            trace = _trace_of(options)
+            if trace is not None:
+                stack.callback(trace.close)
+            host = HostStore(
+                host_bytes or usual_bytes(arena), cold=cold, arena=arena, quotas=options.quota, trace=trace
+            )
             stack.callback(host.close)
         if host.stats.adopted:
             say(f"{host.stats.adopted} blocks were there, and are served")
@@ -155,6 +163,15 @@ def _run(options: argparse.Namespace) -> int:
         # Whoever still waits in a thread is woken by the store's end.
     say("stopped")
     return 0
+
+
+def _trace_of(options: argparse.Namespace) -> TraceLog | None:
+    """Where it is written down what is looked up and put, if it is."""
+    if options.trace is not None:
+        return TraceLog(options.trace, most_bytes=options.trace_bytes or MOST_TRACE_BYTES)
+    if options.trace_bytes is not None:
+        raise ConfigError("--trace-bytes", "is for a trace, and --trace names none")
+    return None
 
 
 def _pidfd_of(process: int) -> int:

@@ -1,12 +1,14 @@
-"""``kvpager simulate TRACE``: how many blocks a cache of each size and policy would have found, and what that saves.
+"""``kvpager simulate TRACE``: what caches of other sizes and policies would have found, and what that saves.
 
-TRACE is a file in Mooncake's format (JSON lines with timestamp, input_length and hash_ids) or a log that kvpager
-serve --trace wrote; either may be gzipped. Without one, --generate chats makes a trace of chats that nobody had.
+TRACE is a file in Mooncake's format (JSON lines with timestamp, input_length and hash_ids) or a log that
+kvpager serve --trace wrote; either may be gzipped. Without one, --generate chats makes a trace of chats
+that nobody had.
 
-Each policy of the store is driven by the very calls that the store makes. Beside them stand textbook policies, and
-Belady's MIN, which knows the future and is the most that any policy can find. A block counts as found if all blocks
-before it in its prompt are found too. Seconds are those that prefilling all prompts would take without a cache, less
-what it takes with what is found, loaded or computed again, whichever ends first.
+Each policy of the store is driven by the very calls that the store makes. Beside them stand textbook
+policies, and Belady's MIN, which knows the future and is the most that any policy can find. A block counts
+as found if all blocks before it in its prompt are found too. Seconds are those that prefilling all prompts
+would take without a cache, less what it takes with what is found, loaded or computed again, whichever ends
+first.
 """
 
 from __future__ import annotations
@@ -74,7 +76,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("trace", metavar="TRACE", nargs="?", help="a trace in a file")
     parser.add_argument(
-        "--block-size", metavar="N", type=int, help="tokens of a block of TRACE in Mooncake's format (default: 512)"
+        "--block-size",
+        metavar="N",
+        type=int,
+        help="tokens of a block of TRACE in Mooncake's format (default: 512)",
     )
     made = parser.add_argument_group("a trace that is made")
     made.add_argument("--generate", choices=["chats"], help="make one, in place of TRACE")
@@ -99,7 +104,9 @@ def add_parser(commands: Any) -> None:
     cold = what.add_mutually_exclusive_group()
     cold.add_argument("--cold-blocks", metavar="SIZE", help="blocks of a cold tier (default: there is none)")
     cold.add_argument("--cold-bytes", metavar="SIZE", help="the same in bytes")
-    what.add_argument("--cold-policy", metavar="NAME", default="lru", help="the cold tier's (default: %(default)s)")
+    what.add_argument(
+        "--cold-policy", metavar="NAME", default="lru", help="the cold tier's (default: %(default)s)"
+    )
     what.add_argument("--seed", metavar="N", type=int, default=0, help="of whatever is drawn (default: 0)")
     costs = parser.add_argument_group("what blocks take, and cost")
     model = costs.add_mutually_exclusive_group()
@@ -292,12 +299,15 @@ def _print(name: str, plan: Plan, costs: _Costs, outcomes: Sequence[Outcome]) ->
                 f"({format_bytes(plan.cold_blocks * model.block_bytes)}), {plan.cold_policy}"
             )
         print(f"\nhost memory: {size:,} blocks ({format_bytes(size * model.block_bytes)}){cold}")
-        print(f"{'':<10}{'blocks':>8}{'tokens':>8}{'seconds':>9}{'saved':>11}{'  of them cold' if cold else ''}  gap")
+        of_cold = "  of them cold" if cold else ""
+        print(f"{'':<10}{'blocks':>8}{'tokens':>8}{'seconds':>9}{'saved':>11}{of_cold}   gap")
         for one in outcomes:
             if one.blocks == size:
                 print(_row(one, outcomes, with_cold=bool(cold)))
     if any(one.contender.kind is Kind.POLICY for one in outcomes):
         print("\ngap: the share of the way from the best textbook policy to MIN, in blocks.")
+    if plan.cold_blocks is not None:
+        print("MIN and textbook policies have the room of both tiers in one.")
 
 
 def _links(model: CostModel, cold_blocks: int | None) -> str:
@@ -314,8 +324,8 @@ def _row(one: Outcome, outcomes: Sequence[Outcome], *, with_cold: bool) -> str:
     cold = ""
     if with_cold:
         cold = f"{score.cold_blocks:>14.1%}" if one.contender.kind is Kind.POLICY else " " * 14
-    closed = gap_closed(outcomes, one.contender.name, one.blocks) if one.contender.kind is Kind.POLICY else None
-    gap = "" if closed is None else f"{closed:>5.0%}"
+    closed = gap_closed(outcomes, one)
+    gap = "" if closed is None else f"{closed:>6.0%}"
     line = (
         f"{one.contender.name:<10}{score.blocks:>8.1%}{score.tokens:>8.1%}{seconds:>9}{saved:>11}{cold}{gap}"
     )
@@ -349,9 +359,7 @@ def _as_json(name: str, plan: Plan, costs: _Costs, outcomes: Sequence[Outcome]) 
                 "hit_seconds": one.score.seconds,
                 "seconds_saved": one.score.seconds_saved,
                 "hit_cold_blocks": one.score.cold_blocks,
-                "gap_closed": gap_closed(outcomes, one.contender.name, one.blocks)
-                if one.contender.kind is Kind.POLICY
-                else None,
+                "gap_closed": gap_closed(outcomes, one),
                 "took_seconds": one.took,
             }
             for one in outcomes

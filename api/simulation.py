@@ -1,4 +1,4 @@
-"""What `kvpager simulate` computes: one trace replayed under each policy at each size, in several processes."""
+"""What `kvpager simulate` computes: a trace replayed under each policy at each size, in several processes."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Plan:
         trace: what is replayed.
         contenders: what ranks blocks, each alone.
         sizes: blocks that host memory holds, each size by itself.
-        cold_blocks: that the cold tier holds; None: there is none. What is no policy of the store has the room
-            of both tiers in one.
+        cold_blocks: that the cold tier holds; None: there is none. What is no policy of the store has the
+            room of both tiers in one.
         cold_policy: the cold tier's policy.
         cost: what loading and computing take.
         seed: of what policies draw.
@@ -121,24 +121,26 @@ def simulate(plan: Plan, jobs: int, tell: Callable[[float], None] | None = None)
     return [outcomes[at] for at in range(len(cases))]
 
 
-def gap_closed(outcomes: Sequence[Outcome], name: str, blocks: int) -> float | None:
-    """The share of the gap, in block hits, from the best textbook policy to MIN that a policy closes at a size.
+def gap_closed(outcomes: Sequence[Outcome], one: Outcome) -> float | None:
+    """Which share of the way from the best textbook policy to MIN a policy goes, in blocks found.
+
+    Args:
+        outcomes: of all contenders.
+        one: the policy's; others of its size are compared with it.
 
     Returns:
-        below 0 where it is worse than the best; None where there is no gap, or MIN or textbook are missing.
+        below 0 where it finds less than the best; None where it is no policy of the store, there is no way to
+        go, or MIN or textbook policies are missing.
     """
-    here = [one for one in outcomes if one.blocks == blocks]
-    best = max((one.score.blocks for one in here if one.contender.kind is Kind.TEXTBOOK), default=None)
-    most = next((one.score.blocks for one in here if one.contender.kind is Kind.BOUND), None)
-    mine = next((one.score.blocks for one in here if one.contender == Contender(name, Kind.POLICY)), None)
-    if best is None or most is None or mine is None or most <= best:
+    here = [other for other in outcomes if other.blocks == one.blocks]
+    best = max((other.score.blocks for other in here if other.contender.kind is Kind.TEXTBOOK), default=None)
+    most = next((other.score.blocks for other in here if other.contender.kind is Kind.BOUND), None)
+    if one.contender.kind is not Kind.POLICY or best is None or most is None or most <= best:
         return None
-    return (mine - best) / (most - best)
+    return (one.score.blocks - best) / (most - best)
 
 
-def _outcome(
-    plan: Plan, contender: Contender, size: int, progress: Callable[[int], None] | None
-) -> Outcome:
+def _outcome(plan: Plan, contender: Contender, size: int, progress: Callable[[int], None] | None) -> Outcome:
     began = time.perf_counter()
     room = size + (plan.cold_blocks or 0)
     match contender.kind:
@@ -156,9 +158,10 @@ def _outcome(
             hits = replay_textbook(plan.trace, TEXTBOOK[contender.name](room), progress=progress)
         case Kind.BOUND:
             hits = replay_textbook(plan.trace, BeladyMIN(plan.trace, room), progress=progress)
-    return Outcome(
-        contender, size, score(plan.trace, hits, plan.cost), time.perf_counter() - began
-    )
+    # Of a room that is two tiers' in one nobody can say how fast it is.
+    known = plan.cold_blocks is None or contender.kind is Kind.POLICY
+    found = score(plan.trace, hits, plan.cost if known else None)
+    return Outcome(contender, size, found, time.perf_counter() - began)
 
 
 # ---- in several processes ----

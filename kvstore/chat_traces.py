@@ -1,8 +1,8 @@
 """Chats that nobody had: traces to simulate with where no real one is at hand.
 
-A session belongs to a tenant, begins with the tenant's system prompt, may go on with one of its documents, and then
-takes turns: each prompt is everything so far and a new question. Between them come long documents that are read
-once. Whatever is drawn comes from one seed, so a trace is the same wherever it is made.
+A session belongs to a tenant, begins with the tenant's system prompt, may go on with one of its documents,
+and then takes turns: each prompt is everything so far and a new question. Between them come long documents
+that are read once. Whatever is drawn comes from one seed, so a trace is the same wherever it is made.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ def chat_trace(traffic: ChatTraffic, seed: int = 0) -> Trace:
 
 
 class _Chats:
-    """Draws sessions. Text is runs of tokens, each known by a number: what begins with the same runs, and is cut
-    into blocks at the same places, has the same blocks."""
+    """Draws sessions. A block is a number: what is new gets new ones, what is shared has the same ones."""
 
     def __init__(self, traffic: ChatTraffic, seed: int) -> None:
         self._traffic = traffic

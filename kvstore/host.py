@@ -55,6 +55,7 @@ from .space import HostSpace
 from .status import StatusReader, StoreStatus
 from .store_settings import StoreSettings
 from .tenants import check_tenant
+from .trace_log import TraceLog
 
 __all__ = ["HostStore"]
 
@@ -82,6 +83,8 @@ class HostStore:
             taken over at once. Closed with the store. What other processes hold of it is settled by
             `HostSpace.restore`. None: memory that goes with this process.
         quotas: bytes that the blocks of each tenant may take; ``*``: of each that is not named. None: all.
+        trace: where it is written down what is looked up and put, for `kvpager simulate`. Closed with the
+            store. None: nowhere.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range, there is no such `device`, or `arena` is of
@@ -102,9 +105,12 @@ class HostStore:
         cold_deadline: float = 5.0,
         arena: ArenaFile | None = None,
         quotas: Mapping[str, int] | None = None,
+        trace: TraceLog | None = None,
     ) -> None:
         if cold is not None:
             expect_cold_tier(cold)
+        if trace is not None:
+            expect_type("trace", trace, TraceLog, "a TraceLog")
         settings = StoreSettings(policy, clean_ahead, cold_deadline, quotas)
         if device is not None:
             device = None if expect_text("device", device) == "cpu" else device
@@ -124,6 +130,7 @@ class HostStore:
         self._extents_chosen = extent_bytes is not None
         self._shared = HostShared(self.arena, cold, device, settings)
         self._shared.records = self.records
+        self._shared.trace = trace
         self.stats = self._shared.stats
         self.events = self._shared.events
         self.inherits = arena is not None

@@ -1,8 +1,8 @@
 """Traces replayed: which blocks of each request a tier would have had, under a policy and with so much room.
 
-A `ReplayedTier` makes the calls of a policy that a live tier makes, in the same order (`kvstore.policy`): the very
-objects that rank the live store's blocks rank these. It has no bytes and no names, only the numbers that a trace
-has for its blocks, so a request costs a few array operations.
+A `ReplayedTier` makes the calls of a policy that a live tier makes, in the same order (`kvstore.policy`):
+the very objects that rank the live store's blocks rank these. It has no bytes and no names, only the
+numbers that a trace has for its blocks, so a request costs a few array operations.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Score:
     Attributes:
         blocks: of the blocks.
         tokens: of the tokens.
-        seconds: of the seconds that prefilling all prompts takes without a cache, the share that is saved; None:
-            the model's compute is not known.
+        seconds: of the seconds that prefilling all prompts takes without a cache, the share that is saved;
+            None: the model's compute is not known.
         seconds_saved: those seconds; None likewise.
         cold_blocks: of the blocks, the share that was found in the cold tier alone.
     """
@@ -243,8 +243,8 @@ def replay(
 ) -> Hits:
     """Replay a trace through host memory, and a cold tier below it if there is one.
 
-    What leaves host memory goes to the cold tier, unless that has it. What a request finds there comes up to host
-    memory before the request is looked up, and stays below as well.
+    What leaves host memory goes to the cold tier, unless that has it. What a request finds there comes up
+    to host memory before the request is looked up, and stays below as well.
 
     Args:
         trace: the trace.
@@ -286,7 +286,7 @@ def _below(lower: ReplayedTier, blocks: BlockNumbers) -> npt.NDArray[np.uint8]:
 
 
 def _load(upper: ReplayedTier, lower: ReplayedTier, chain: BlockNumbers) -> int:
-    """Bring up what the lower tier has of a chain after what the upper one has; returns how many blocks came."""
+    """Bring up what the lower tier has of a chain after what the upper one has; how many blocks came."""
     resident = upper.leading(chain)
     rest = chain[resident:]
     if not len(rest):
@@ -295,7 +295,7 @@ def _load(upper: ReplayedTier, lower: ReplayedTier, chain: BlockNumbers) -> int:
     came = 0
     if there:
         upper.lease(chain[:resident])
-        taken, gone = upper.put(rest[:there])
+        _, gone = upper.put(rest[:there])
         upper.release(chain[:resident])
         if len(gone):
             _put_below(lower, gone)

@@ -1,8 +1,8 @@
 """Textbook policies, and Belady's MIN: what a simulation compares the store's own policies with.
 
-Each is a cache of blocks, known by number, that is told of one event at a time. Within an event the chain's last
-block counts as used first, so that leaves go before roots, and room is made once the whole event is in. They
-rank single blocks, and know nothing of chains, sizes or costs.
+Each is a cache of blocks, known by number, that is told of one event at a time. Within an event the chain's
+last block counts as used first, so that leaves go before roots, and room is made once the whole event is
+in. They rank single blocks, and know nothing of chains, sizes or costs.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class _SIEVE:
 
 
 class _S3FIFO:
-    """S3-FIFO (Yang and others, SOSP'23): a small queue in which most blocks end, a main one, and a ghost queue
-    of as many names as there are blocks, by which what comes back goes to the main one."""
+    """S3-FIFO (Yang and others, SOSP'23): a small queue in which most blocks end, a main one, and a ghost
+    queue of as many names as there are blocks, by which what comes back goes to the main one."""
 
     _SMALL_SHARE: Final = 10
     _MOST_USES: Final = 3

@@ -1,7 +1,7 @@
 """Traces: what a cache was asked for and given, over time, as arrays.
 
-An *event* is one call: a look-up of a chain's blocks, blocks that are put, or both. Two kinds of files are read
-(`kvstore.trace_files`), and traces are made (`kvstore.chat_traces`).
+An *event* is one call: a look-up of a chain's blocks, blocks that are put, or both. Two kinds of files are
+read (`kvstore.trace_files`), and traces are made (`kvstore.chat_traces`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TraceEvent:
     """One event, as a file has it.
 
     Args:
         time: seconds since the trace's beginning.
-        names: names of the blocks, each a number of 64 bits; they follow each other in a chain.
+        names: uint64 [n], of blocks that follow each other in a chain, none twice.
         asked: how many leading ones are looked up.
         filled: how many leading ones are put where they are not there.
         tokens: of the prompt, or of the blocks.
@@ -38,7 +38,7 @@ class TraceEvent:
     """
 
     time: float
-    names: tuple[int, ...] | npt.NDArray[np.uint64]
+    names: ShortHashes
     asked: int
     filled: int
     tokens: int
@@ -137,7 +137,7 @@ class Trace:
         return self.blocks[self.starts[event] : self.starts[event + 1]]
 
     def hit_tokens(self, hits: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Tokens that so many leading blocks of each event hold, int64 [n]; the last block may be partly full."""
+        """Tokens in so many leading blocks of each event, int64 [n]; the last may be partly full."""
         return np.minimum(hits.astype(np.int64) * self.block_size, self.tokens)
 
 

@@ -1,8 +1,8 @@
-"""Files of traces: Mooncake's, and the log of kvpager's own events (`kvstore.trace_log`). Either may be gzipped.
+"""Files of traces: Mooncake's, and logs of kvpager's own events (`kvstore.trace_log`); gzipped or not.
 
 Mooncake's (FAST'25) is a JSON object a line, a request each: ``timestamp`` in ms, ``input_length`` and
-``output_length`` in tokens, ``hash_ids`` that name the prompt's blocks. A request looks its blocks up, and puts
-those that are missing.
+``output_length`` in tokens, ``hash_ids`` that name the prompt's blocks. A request looks its blocks up, and
+puts those that are missing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -64,8 +65,8 @@ def write_mooncake(trace: Trace, path: str | os.PathLike[str]) -> None:
         KVPagerError: the file cannot be written.
     """
     try:
-        opened = gzip.open(path, "wt") if os.fspath(path).endswith(".gz") else open(path, "w")
-        with opened as file:
+        opens = gzip.open if os.fspath(path).endswith(".gz") else open
+        with opens(path, "wt") as file:
             for event, (time, tokens) in enumerate(
                 zip(trace.times.tolist(), trace.tokens.tolist(), strict=True)
             ):
@@ -134,7 +135,8 @@ def _request(
         raise _wrong(path, line, f"hash_ids must be a list of integers from 0, got {shown(ids)}")
     if len(set(ids)) != len(ids):
         raise _wrong(path, line, "hash_ids names a block twice")
-    if len(ids) > -(-tokens // block_size):
+    # The last one may be partly full, and be named or not.
+    if not tokens // block_size <= len(ids) <= -(-tokens // block_size):
         raise _wrong(
             path, line, f"hash_ids names {len(ids)} blocks of {block_size} tokens, input_length is {tokens}"
         )
@@ -143,6 +145,10 @@ def _request(
 
 class _Log:
     """Reads a log of kvpager's own events.
+
+    Blocks that are put after a look-up did not find them belong to it: they were computed by whoever looked
+    them up, who has what he found in use until they are written. So they make one event, at the look-up's
+    time.
 
     Args:
         path, line, head: the file, and its first line.
@@ -159,15 +165,17 @@ class _Log:
         self._path = path
         self._sizes: dict[int, tuple[int, int]] = {}
         """Tokens and bytes of a block of each space."""
+        self._events: list[TraceEvent] = []
+        self._missing: dict[int, int] = {}
+        """Of the first block that a look-up has not got yet, by name, which event that is."""
 
     def read(self, lines: Iterator[tuple[int, Mapping[str, Any]]]) -> Trace:
         """The trace of the lines after the first."""
-        events: list[TraceEvent] = []
         for line, value in lines:
             if "block_size" in value:
                 self._announce(line, value)
             elif "match" in value or "put" in value:
-                events.append(self._event(line, value))
+                self._add(self._event(line, value))
             elif not {"lost", "full"} & value.keys():
                 raise _wrong(self._path, line, f"says nothing that is known: {shown(value)}")
         sizes = set(self._sizes.values())
@@ -176,7 +184,40 @@ class _Log:
                 "trace", f"{self._path} has spaces with blocks of different sizes, which share no ranking"
             )
         size, nbytes = sizes.pop() if sizes else (1, 1)
-        return Trace.of_events(events, size, nbytes)
+        return Trace.of_events(self._events, size, nbytes)
+
+    def _add(self, event: TraceEvent) -> None:
+        if not event.asked:
+            event = self._joined(event)
+        if len(event.names):
+            self._events.append(event)
+            self._await(len(self._events) - 1)
+
+    def _await(self, at: int) -> None:
+        """What a look-up has not got yet may be put."""
+        event = self._events[at]
+        if event.filled < event.asked:
+            self._missing[int(event.names[event.filled])] = at
+
+    def _joined(self, put: TraceEvent) -> TraceEvent:
+        """Give blocks to the look-up that wanted them; what is left of the event that puts them."""
+        at = self._missing.pop(int(put.names[0]), None) if len(put.names) else None
+        if at is None:
+            return put
+        event = self._events[at]
+        wanted = event.names[event.filled : event.filled + len(put.names)]
+        same = wanted == put.names[: len(wanted)]
+        count = len(wanted) if same.all() else int(same.argmin())
+        self._events[at] = replace(event, filled=event.filled + count)
+        self._await(at)
+        return replace(
+            put,
+            names=put.names[count:],
+            filled=put.filled - count,
+            tokens=put.tokens // len(put.names) * (put.filled - count),
+            depth=put.depth and put.depth + count,
+            parent=int(put.names[count - 1]),
+        )
 
     def _announce(self, line: int, value: Mapping[str, Any]) -> None:
         space = _count(self._path, line, value, "space")
@@ -215,7 +256,9 @@ class _Log:
             raw = None
         if raw is None or len(raw) % _NAME_BYTES:
             raise _wrong(
-                self._path, line, f"{key} must be names of {2 * _NAME_BYTES} hex digits each, got {shown(given)}"
+                self._path,
+                line,
+                f"{key} must be names of {2 * _NAME_BYTES} hex digits each, got {shown(given)}",
             )
         names = np.frombuffer(raw, dtype=_NAMES).astype(np.uint64)
         if len(np.unique(names)) != len(names):

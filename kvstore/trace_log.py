@@ -1,19 +1,20 @@
 """A log of what a host store was asked for and given, which `kvpager simulate` replays.
 
-A file of JSON lines, gzipped if its name ends with ``.gz``. The first has the format's version; one describes each
-space before its first event; then come the events, ``t`` seconds after the log began:
+A file of JSON lines, gzipped if its name ends with ``.gz``. The first has the format's version; one
+describes each space before its first event; then come the events, ``t`` seconds after the log began:
 
     {"kvpager_trace": 1, "started": 1764547200.0}
     {"space": 0, "block_size": 16, "block_bytes": 2097152}
     {"t": 0.5, "space": 0, "match": "5f0c9a...", "found": 2, "depth": 1}
     {"t": 0.9, "space": 0, "put": "17e1b0...", "depth": 3, "parent": "5f0c9a..."}
 
-``match`` and ``put`` are names of blocks that follow each other, 16 hex digits each; ``found`` is how many leading ones
-were there, ``depth`` the 1-based place of the first one in its chain (0: not known), ``parent`` the name before it.
-``{"t": ..., "lost": n}`` says that n events are missing there, ``{"t": ..., "full": bytes}`` that nothing follows.
+``match`` and ``put`` are names of blocks that follow each other, 16 hex digits each; ``found`` is how many
+leading ones were there, ``depth`` the 1-based place of the first one in its chain (0: not known),
+``parent`` the name before it. ``{"t": ..., "lost": n}`` says that n events are missing there, ``{"t": ...,
+"full": bytes}`` that nothing follows.
 
-Names are keyed hashes of the blocks' own, under a key that is made for each log and kept nowhere: who has the log
-learns which prompts begin alike, and cannot tell whether one that he knows is among them.
+Names are keyed hashes of the blocks' own, under a key that is made for each log and kept nowhere: who has
+the log learns which prompts begin alike, and cannot tell whether one that he knows is among them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, Final, TextIO
 
 import numpy as np
@@ -39,19 +41,20 @@ from ..tiers.layout import KVLayout
 from ..tiers.settings import expect_integer, expect_path
 from .lineage import ChainPlace, ShortHashes, shortened
 
-__all__ = ["LOG_KEY", "LOG_VERSION", "TraceLog"]
+__all__ = ["LOG_KEY", "LOG_VERSION", "MOST_TRACE_BYTES", "TraceLog"]
 
 _log = logging.getLogger(__name__)
 
 LOG_KEY: Final = "kvpager_trace"
 """The key of a log's first line, with its version."""
 LOG_VERSION: Final = 1
-_MOST_BYTES: Final = 1 << 30
+MOST_TRACE_BYTES: Final = 1 << 30
+"""Where a log ends if nobody says otherwise."""
 _LEAST_BYTES: Final = 1 << 16
 _NAME_BYTES: Final = 8
 _KEY_BYTES: Final = 16
-_WAITING: Final = 4096
-"""Events that may wait for the thread that writes; those beyond are lost, and counted."""
+_MOST_WAITING: Final = 1 << 20
+"""Blocks that may wait for the thread that writes, which names a million a second; events beyond are lost."""
 _IDLE_SECONDS: Final = 1.0
 
 
@@ -82,8 +85,8 @@ class _Put:
 class TraceLog:
     """Writes the log in a thread of its own: whoever is served only hands it what happened.
 
-    Where the thread does not keep up, events are lost; where the file reaches its size or cannot be written, the
-    log ends. The file says so, and a warning does.
+    Where the thread does not keep up, events are lost; where the file reaches its size or cannot be
+    written, the log ends. The file says so, and a warning does.
 
     Args:
         path: the file; one that is there already becomes ``path`` with ``.1`` at its end.
@@ -93,7 +96,7 @@ class TraceLog:
         ConfigError: the file cannot be made, or `most_bytes` is out of range.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, most_bytes: int = MOST_TRACE_BYTES) -> None:
         self.path = expect_path("trace", path)
         self._most = expect_integer("trace_bytes", most_bytes, _LEAST_BYTES)
         self._file = _new_file(self.path)
@@ -103,8 +106,9 @@ class TraceLog:
         self._written = 0
         self._ended = False
         self._lost = 0
-        self._lost_lock = threading.Lock()
-        self._waiting: queue.Queue[_Match | _Put | None] = queue.Queue(_WAITING)
+        self._blocks_waiting = 0
+        self._counting = threading.Lock()
+        self._waiting: queue.SimpleQueue[_Match | _Put | None] = queue.SimpleQueue()
         self._write({LOG_KEY: LOG_VERSION, "started": time.time()})
         self._thread = threading.Thread(target=self._run, name="kvpager-trace", daemon=True)
         self._thread.start()
@@ -159,11 +163,13 @@ class TraceLog:
             self._thread.join()
 
     def _hand_over(self, event: _Match | _Put) -> None:
-        try:
-            self._waiting.put_nowait(event)
-        except queue.Full:
-            with self._lost_lock:
+        count = len(event.hashes)
+        with self._counting:
+            if self._blocks_waiting and self._blocks_waiting + count > _MOST_WAITING:
                 self._lost += 1
+                return
+            self._blocks_waiting += count
+        self._waiting.put(event)
 
     # In the thread
 
@@ -181,6 +187,8 @@ class TraceLog:
                 self._write_match(event)
             else:
                 self._write_put(event)
+            with self._counting:
+                self._blocks_waiting -= len(event.hashes)
         self._tell_lost(time.monotonic())
         try:
             self._file.close()
@@ -188,22 +196,23 @@ class TraceLog:
             self._end(f"cannot be written: {error.strerror}")
 
     def _tell_lost(self, at: float) -> None:
-        with self._lost_lock:
+        with self._counting:
             lost, self._lost = self._lost, 0
         if lost:
             self._write({"t": self._since(at), "lost": lost})
 
     def _write_match(self, event: _Match) -> None:
         place = event.start
-        line = {
+        number = self._number(event.space, event.layout)
+        line: dict[str, Any] = {
             "t": self._since(event.at),
-            "space": self._number(event.space, event.layout),
-            "match": self._names(shortened(event.hashes)),
+            "space": number,
+            "match": self._names(number, shortened(event.hashes)),
             "found": event.found,
             "depth": 0 if place is None else place.depth,
         }
         if place is not None and place.depth > 1:
-            line["parent"] = self._names(shortened([place.before]))
+            line["parent"] = self._names(number, shortened([place.before]))
         self._write(line)
 
     def _write_put(self, event: _Put) -> None:
@@ -212,15 +221,15 @@ class TraceLog:
         follows = (parents[1:] == names[:-1]) & (depths[1:] == depths[:-1] + 1) & (depths[:-1] > 0)
         cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(names)]
         number = self._number(event.space, event.layout)
-        for first, end in zip(cuts[:-1], cuts[1:], strict=True):
+        for first, end in pairwise(cuts):
             line = {
                 "t": self._since(event.at),
                 "space": number,
-                "put": self._names(names[first:end]),
+                "put": self._names(number, names[first:end]),
                 "depth": int(depths[first]),
             }
             if parents[first]:
-                line["parent"] = self._names(parents[first : first + 1])
+                line["parent"] = self._names(number, parents[first : first + 1])
             self._write(line)
 
     def _since(self, at: float) -> float:
@@ -230,18 +239,19 @@ class TraceLog:
         number = self._spaces.get(space)
         if number is None:
             number = self._spaces[space] = len(self._spaces)
-            self._write(
-                {"space": number, "block_size": layout.block_size, "block_bytes": layout.block_bytes}
-            )
+            self._write({"space": number, "block_size": layout.block_size, "block_bytes": layout.block_bytes})
         return number
 
-    def _names(self, names: ShortHashes) -> str:
-        """What the log calls blocks, after each other."""
+    def _names(self, space: int, names: ShortHashes) -> str:
+        """What the log calls blocks of a space, one after the other."""
         raw, size = names.astype("<u8").tobytes(), _NAME_BYTES
-        keyed = (
-            blake2b(raw[at : at + size], digest_size=size, key=self._key) for at in range(0, len(raw), size)
-        )
-        return "".join(one.hexdigest() for one in keyed)
+        keyed = blake2b(digest_size=size, key=self._key, salt=space.to_bytes(size, "little"))
+        named = []
+        for at in range(0, len(raw), size):
+            one = keyed.copy()
+            one.update(raw[at : at + size])
+            named.append(one.hexdigest())
+        return "".join(named)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._ended:
