@@ -9,7 +9,7 @@ leased, referenced or being moved is not ranked. A tier tells its policy, of eac
 3. `insert`: of these once they are written, and of what is not in use any more. A chain is told from its end.
 
 A policy that is not in this package is found by its entry point: a distribution that has one of the group
-``kvpager.policies`` adds a policy of the entry point's name. What it leads to is called as `PolicyMaker` says.
+``kvpager.policies`` adds a policy of the entry point's name. It leads to a `PolicyMaker`.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class PolicyMaker(Protocol):
 
 _BUILT_IN: Final = {
     name: EntryPoint(name, f"{__package__}.{where}", POLICY_GROUP)
-    for name, where in (("lru", "lru_policy:LRUPolicy"),)
+    for name, where in (("lru", "lru_policy:LRUPolicy"), ("s3fifo", "s3fifo_policy:S3FIFOPolicy"))
 }
 
 
@@ -280,9 +280,7 @@ def _maker(name: str) -> PolicyMaker:
     try:
         maker: PolicyMaker = found.load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            "policy", f"{name!r} leads to {found.value}, which is not there: {error}"
-        ) from error
+        raise ConfigError("policy", f"{name!r} leads to {found.value}: {error}") from error
     return maker
 
 

@@ -1,4 +1,4 @@
-"""A distribution that adds an eviction policy by its entry point, as an installed one would lie in a folder."""
+"""A distribution that adds an eviction policy by its entry point, as one that is installed."""
 
 from __future__ import annotations
 
