@@ -10,7 +10,10 @@ from typing import Final
 
 __all__ = ["Curve", "Panel", "draw_panels"]
 
-_COLOURS: Final = ("#1f5fa8", "#e0903a", "#5d9e6b", "#a8443f", "#7d5ba6", "#2f9ea3", "#8a6d3b", "#b8629b")
+_COLOURS: Final = (
+    *("#1f5fa8", "#e0903a", "#5d9e6b", "#a8443f", "#7d5ba6", "#2f9ea3"),
+    *("#8a6d3b", "#b8629b", "#6b6b6b", "#9bb82c", "#4b3fae", "#d8b400"),
+)
 _WIDTH: Final = 360
 _HEIGHT: Final = 240
 _LEFT: Final = 44

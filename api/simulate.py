@@ -20,7 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,30 +40,51 @@ from .model_shape import read_shape
 from .simulation import MIN, Contender, Kind, Outcome, Plan, gap_closed, simulate
 from .size import model_path
 
-__all__ = ["add_parser"]
+__all__ = ["USUAL_COSTS", "Costs", "add_parser"]
 
 _NONE: Final = "none"
 _SHARES: Final = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Of a trace's different blocks: the sizes where none are named."""
 _UNITS: Final = {"": 1, "k": 1000, "m": 1_000_000}
-_TOKEN_BYTES: Final = 131072
-_COMPUTE: Final = ComputeCost(5e-3, 40e-6, 1.3e-9)
-_LINKS: Final = {
-    "in_place": LinkCost(10e-6, 1 / 51e9),
-    "copy": LinkCost(10e-6, 1 / 55e9),
-    "cold": LinkCost(1e-3, 1 / 8.9e9),
-}
-_USUAL: Final = "those of a Llama-3-8B in float16 on one H200, with a disk for its cold tier"
-_FAR: Final = 1.0
-"""Seconds a token at most: more is a mistake."""
+_MOST_TOKEN_BYTES: Final = 1 << 40
+_MOST_SECONDS: Final = 1.0
+"""Of a token: more is a mistake."""
 
 
 @dataclass(frozen=True)
-class _Costs:
-    """What loading and computing take, and in words where that comes from."""
+class Costs:
+    """What blocks of whatever size take and cost.
 
-    model: CostModel
+    Args:
+        source: where that comes from, in words.
+        token_bytes: KV of a token.
+        compute: prefilling.
+        in_place, copy, cold: loading, as of `CostModel`.
+    """
+
     source: str
+    token_bytes: int
+    compute: ComputeCost
+    in_place: LinkCost
+    copy: LinkCost
+    cold: LinkCost
+
+    def model(self, block_size: int, block_bytes: int | None) -> CostModel:
+        """The cost model of blocks of so many tokens, and of so many bytes unless that follows from these."""
+        nbytes = block_bytes or block_size * self.token_bytes
+        return CostModel(block_size, nbytes, self.compute, self.in_place, self.copy, self.cold)
+
+
+USUAL_COSTS: Final = Costs(
+    "those of a Llama-3-8B in float16 on one H200 at 40% of its peak, with a disk for its cold tier",
+    131072,
+    ComputeCost(5e-3, 40e-6, 1.3e-9),
+    LinkCost(10e-6, 1 / 51e9),
+    LinkCost(10e-6, 1 / 55e9),
+    LinkCost(1e-3, 1 / 8.9e9),
+)
+"""What is reckoned with where nothing is said: 2 x 8e9 operations a token, 4 x 32 layers x 4,096 a pair, at
+4e14 a second; links as docs/performance.md has them."""
 
 
 def add_parser(commands: Any) -> None:
@@ -142,7 +163,7 @@ def _run(options: argparse.Namespace) -> int:
         write_mooncake(trace, options.write)
         print(f"{options.write}: {_described(trace)}")
         return 0
-    costs = _costs_of(options, trace)
+    costs, source = _costs_of(options, trace)
     plan = _plan_of(options, trace, costs)
     jobs = len(os.sched_getaffinity(0)) if options.jobs is None else expect_integer("--jobs", options.jobs, 1)
     outcomes = simulate(plan, jobs, _show_progress if sys.stderr.isatty() else None)
@@ -151,9 +172,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         _draw(options.plot, name, plan, outcomes)
     if options.json:
-        print(json.dumps(_as_json(name, plan, costs, outcomes), indent=2))
+        print(json.dumps(_as_json(name, plan, source, outcomes), indent=2))
     else:
-        _print(name, plan, costs, outcomes)
+        _print(name, plan, source, outcomes)
         if options.plot is not None:
             print(f"\ndrawn in {options.plot}")
     return 0
@@ -176,38 +197,36 @@ def _trace_of(options: argparse.Namespace) -> tuple[Trace, str]:
     return chat_trace(traffic, options.seed), f"{traffic.sessions:,} chats, seed {options.seed}"
 
 
-def _costs_of(options: argparse.Namespace, trace: Trace) -> _Costs:
-    token_bytes, whose = None, ""
+def _costs_of(options: argparse.Namespace, trace: Trace) -> tuple[CostModel, str]:
+    """What blocks take and cost, and where that comes from."""
+    costs = USUAL_COSTS
+    block_bytes = trace.block_bytes
     if options.model is not None:
         shape = read_shape(model_path(options.model), dtype=None, block_size=16)
-        token_bytes, whose = shape.token_bytes, f"; KV of {shape.name}"
+        costs = replace(costs, token_bytes=shape.token_bytes, source=f"{costs.source}; KV of {shape.name}")
+        block_bytes = None
     elif options.token_bytes is not None:
-        token_bytes = expect_integer("--token-bytes", options.token_bytes, 1, 1 << 40)
-    if token_bytes is not None:
-        block_bytes = token_bytes * trace.block_size
-    else:
-        block_bytes = trace.block_bytes or _TOKEN_BYTES * trace.block_size
-    given = {
+        given = expect_integer("--token-bytes", options.token_bytes, 1, _MOST_TOKEN_BYTES)
+        costs, block_bytes = replace(costs, token_bytes=given), None
+    seconds = {
         "seconds_per_token": options.seconds_per_token,
         "seconds_per_token_pair": options.seconds_per_token_pair,
     }
-    for name, value in given.items():
-        if value is not None:
-            expect_number(f"--{name.replace('_', '-')}", value, 0.0, _FAR)
-    compute = {name: getattr(_COMPUTE, name) if value is None else value for name, value in given.items()}
-    model = CostModel(
-        trace.block_size, block_bytes, ComputeCost(_COMPUTE.seconds_per_step, **compute), **_LINKS
-    )
-    all_given = None not in given.values()
-    return _Costs(model, ("as given" if all_given else f"{_USUAL}, where nothing else is given") + whose)
+    said = {name: value for name, value in seconds.items() if value is not None}
+    for name, value in said.items():
+        expect_number(f"--{name.replace('_', '-')}", value, 0.0, _MOST_SECONDS)
+    if said:
+        words = f"as given, otherwise {costs.source}"
+        costs = replace(costs, compute=replace(costs.compute, **said), source=words)
+    return costs.model(trace.block_size, block_bytes), costs.source
 
 
-def _plan_of(options: argparse.Namespace, trace: Trace, costs: _Costs) -> Plan:
+def _plan_of(options: argparse.Namespace, trace: Trace, costs: CostModel) -> Plan:
     policies = _names("--policy", options.policy, policy_names())
     beside = [] if options.beside == _NONE else _names("--beside", options.beside, [MIN, *TEXTBOOK])
     if not trace.references:
         raise ConfigError("TRACE", "looks up no blocks")
-    block_bytes = costs.model.block_bytes
+    block_bytes = costs.block_bytes
     if options.blocks is not None:
         sizes = [_blocks("--blocks", one) for one in _listed(options.blocks)]
     elif options.host_bytes is not None:
@@ -230,7 +249,7 @@ def _plan_of(options: argparse.Namespace, trace: Trace, costs: _Costs) -> Plan:
         tuple(sorted(set(sizes))),
         cold,
         expect_choice("--cold-policy", options.cold_policy, policy_names()),
-        costs.model,
+        costs,
         expect_integer("--seed", options.seed, 0),
     )
 
@@ -282,10 +301,10 @@ def _show_progress(share: float) -> None:
     print(f"replaying, {share:.0%}\x1b[K", end="\r", file=sys.stderr, flush=True)
 
 
-def _print(name: str, plan: Plan, costs: _Costs, outcomes: Sequence[Outcome]) -> None:
-    model, compute = costs.model, costs.model.compute
+def _print(name: str, plan: Plan, source: str, outcomes: Sequence[Outcome]) -> None:
+    model, compute = plan.cost, plan.cost.compute
     print(f"{name}: {_described(plan.trace)}")
-    print(f"A block: {format_bytes(model.block_bytes)}. Costs: {costs.source}")
+    print(f"A block: {format_bytes(model.block_bytes)}. Costs: {source}")
     if compute is not None:
         print(
             f"(a prefill: {compute.seconds_per_step:g} s + {compute.seconds_per_token:g} s a token + "
@@ -332,7 +351,7 @@ def _row(one: Outcome, outcomes: Sequence[Outcome], *, with_cold: bool) -> str:
     return line.rstrip()
 
 
-def _as_json(name: str, plan: Plan, costs: _Costs, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _as_json(name: str, plan: Plan, source: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     trace = plan.trace
     return {
         "trace": {
@@ -344,7 +363,7 @@ def _as_json(name: str, plan: Plan, costs: _Costs, outcomes: Sequence[Outcome]) 
             "distinct": trace.distinct,
             "prompt_tokens": trace.prompt_tokens,
         },
-        "cost": {"source": costs.source, **asdict(costs.model)},
+        "cost": {"source": source, **asdict(plan.cost)},
         "cold_blocks": plan.cold_blocks,
         "cold_policy": None if plan.cold_blocks is None else plan.cold_policy,
         "seed": plan.seed,
@@ -353,7 +372,7 @@ def _as_json(name: str, plan: Plan, costs: _Costs, outcomes: Sequence[Outcome]) 
                 "name": one.contender.name,
                 "kind": one.contender.kind,
                 "blocks": one.blocks,
-                "host_bytes": one.blocks * costs.model.block_bytes,
+                "host_bytes": one.blocks * plan.cost.block_bytes,
                 "hit_blocks": one.score.blocks,
                 "hit_tokens": one.score.tokens,
                 "hit_seconds": one.score.seconds,

@@ -64,7 +64,7 @@ class Plan:
     sizes: tuple[int, ...]
     cold_blocks: int | None
     cold_policy: str
-    cost: CostModel | None
+    cost: CostModel
     seed: int
 
     @property

@@ -235,7 +235,7 @@ class _Log:
         if filled > len(names):
             raise _wrong(self._path, line, f"found {filled} of {len(names)} blocks")
         depth = _count(self._path, line, value, "depth")
-        before = self._names(line, value, "parent") if "parent" in value else ()
+        before = self._names(line, value, "parent") if "parent" in value else names[:0]
         if len(before) > 1:
             raise _wrong(self._path, line, "parent names several blocks")
         return TraceEvent(
