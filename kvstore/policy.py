@@ -227,7 +227,11 @@ class PolicyMaker(Protocol):
 
 _BUILT_IN: Final = {
     name: EntryPoint(name, f"{__package__}.{where}", POLICY_GROUP)
-    for name, where in (("lru", "lru_policy:LRUPolicy"), ("s3fifo", "s3fifo_policy:S3FIFOPolicy"))
+    for name, where in (
+        ("cost", "cost_policy:CostPolicy"),
+        ("lru", "lru_policy:LRUPolicy"),
+        ("s3fifo", "s3fifo_policy:S3FIFOPolicy"),
+    )
 }
 
 
