@@ -9,7 +9,7 @@ what the client group holds from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +19,7 @@ from .. import __version__
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
 from ..kvstore.hashing import space_id
 from ..kvstore.lineage import ChainPlace, Lineage, expect_lineage, expect_place
-from ..kvstore.policy import Ids
+from ..kvstore.policy import Ids, Retention
 from ..kvstore.space import HostSpace
 from ..kvstore.tenants import check_tenant
 from ..tiers.cold import ColdStatus
@@ -94,6 +94,7 @@ _MOST_TEXT: Final = 256
 _REPLY_BYTES: Final = 64
 """What a frame with one byte string has around it, at most."""
 _NEW: Final = int(ReserveStatus.NEW)
+_ADVICE: Final = frozenset(one.name for one in fields(Retention))
 
 
 def request_bytes(message: Message) -> int:
@@ -390,7 +391,12 @@ class Answers:
         space = self._spaces.space(asked.space)
         if asked.wanted:
             self._refuse_if_draining()
-        return _counted(len(asked.hashes), lambda: space.hint(asked.hashes, wanted=asked.wanted))
+        # What later clients add is passed over.
+        given = {name: value for name, value in asked.retention.items() if name in _ADVICE}
+        advice = Retention(**given) if given else None
+        return _counted(
+            len(asked.hashes), lambda: space.hint(asked.hashes, wanted=asked.wanted, retention=advice)
+        )
 
     def _unpin(self, asked: Unpin) -> Message | Job:
         space = self._spaces.space(asked.space)

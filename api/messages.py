@@ -662,11 +662,16 @@ class Purged(Message):
 @tagged(43)
 @dataclass(frozen=True)
 class Hint(Message):
-    """Advice: blocks will be wanted soon, or not again; answered by how many it is tried for."""
+    """Advice: blocks will be wanted soon, or not again; answered by how many it is tried for.
+
+    Args:
+        retention: of each field of `Retention` that has a value, that; empty: there is no such advice.
+    """
 
     space: int
     hashes: Hashes
     wanted: bool
+    retention: dict[str, Any] = field(default_factory=dict)
 
 
 @tagged(44)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
 from ..kvstore.lineage import CHAIN_START, ChainPlace, Lineage
-from ..kvstore.policy import Ids
+from ..kvstore.policy import Ids, Retention
 from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotSpace
 from ..tiers.errors import StaleHandleError
@@ -239,9 +239,9 @@ class RemoteSpace(SlotSpace):
         """Keep resident blocks in host memory until `unpin`, or for `ttl` seconds. See `HostSpace.pin`."""
         return self._shell.ask(self._asks.pin(hashes, ttl))
 
-    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool, retention: Retention | None = None) -> int:
         """Advice: these blocks will be wanted soon, or not again. See `HostSpace.hint`."""
-        return self._shell.ask(self._asks.hint(hashes, wanted))
+        return self._shell.ask(self._asks.hint(hashes, wanted, retention))
 
     def unpin(self, hashes: Sequence[bytes]) -> int:
         """End a pin; returns how many of the blocks were pinned."""

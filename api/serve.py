@@ -143,7 +143,14 @@ def _run(options: argparse.Namespace) -> int:
             if trace is not None:
                 stack.callback(trace.close)
             host = HostStore(
-                host_bytes or usual_bytes(arena), cold=cold, arena=arena, quotas=options.quota, trace=trace
+                host_bytes or usual_bytes(arena),
+                cold=cold,
+                policy=options.policy,
+                arena=arena,
+                quotas=options.quota,
+                policy_weights=options.policy_weight,
+                retention_ttl=options.retention_ttl,
+                trace=trace,
             )
             stack.callback(host.close)
         if host.stats.adopted:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus, SlotOwner
 from ..kvstore.hashing import HASH_BYTES, Tokens, hash_blocks
 from ..kvstore.lineage import NO_PARENT, ChainPlace, Lineage, expect_lineage, expect_place
-from ..kvstore.policy import Ids
+from ..kvstore.policy import Ids, Retention, expect_retention
 from ..kvstore.session import SessionRecord
 from ..tiers.errors import ConfigError, ProtocolError
 from ..tiers.layout import KVLayout
@@ -197,11 +197,14 @@ class SpaceAsks:
         seconds = 0.0 if ttl is None else expect_seconds("ttl", ttl, above=True)
         return self._counted(lambda number: Pin(number, names, seconds))
 
-    def hint(self, hashes: Sequence[bytes], wanted: bool) -> Ask[int]:
+    def hint(self, hashes: Sequence[bytes], wanted: bool, retention: Retention | None) -> Ask[int]:
         """Say what will be wanted, or not."""
         names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
         wanted = expect_flag("wanted", wanted)
-        return self._counted(lambda number: Hint(number, names, wanted))
+        retention = expect_retention(retention)
+        given = {} if retention is None else vars(retention)
+        advice = {name: value for name, value in given.items() if value is not None}
+        return self._counted(lambda number: Hint(number, names, wanted, advice))
 
     def unpin(self, hashes: Sequence[bytes]) -> Ask[int]:
         """Let pinned blocks be evicted again."""

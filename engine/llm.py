@@ -18,11 +18,13 @@ import numpy.typing as npt
 from ..kvstore.calls import ControlCalls, HostCalls
 from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
+from ..kvstore.policy import policy_names
 from ..kvstore.store import TieredStore
 from ..tiers.cold import ColdTier, expect_cold_tier, is_open
 from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
 from ..tiers.settings import (
     expect_bytes,
+    expect_choice,
     expect_flag,
     expect_integer,
     expect_seconds,
@@ -91,6 +93,7 @@ class LLM:
         cold: the cold tier, or None. It is closed with the engine, but not by an engine that cannot be made.
         host: host memory of others, and the cold tier behind it: what `kvpager.connect` returns, or a
             `HostStore`. It takes the place of `host_bytes` and `cold`, and is not closed with the engine.
+        policy: name of the eviction policy of the device tier, and of this engine's own host memory.
         max_sequences: sequences that run at a time.
         max_tokens: tokens of one sequence; None for what the model takes.
         step_tokens: tokens that one step computes at most; `max_sequences` where that is more.
@@ -120,6 +123,7 @@ class LLM:
         host_bytes: int | None = None,
         cold: ColdTier | None = None,
         host: HostCalls | None = None,
+        policy: str = "lru",
         max_sequences: int = 64,
         max_tokens: int | None = None,
         step_tokens: int = 512,
@@ -137,6 +141,7 @@ class LLM:
         load_seconds = expect_seconds("load_seconds", load_seconds)
         cuda_graphs = expect_flag("cuda_graphs", cuda_graphs)
         tenant = expect_bytes("tenant", tenant)
+        expect_choice("policy", policy, policy_names())
         if host is not None:
             for setting, value in (("host_bytes", host_bytes), ("cold", cold)):
                 if value is not None:
@@ -159,7 +164,9 @@ class LLM:
         on_gpu = device if device != "cpu" else None
         with ExitStack() as undo:
             self.host = (
-                HostStore(host_bytes, cold=cold, device=on_gpu) if host is None and host_bytes else None
+                HostStore(host_bytes, cold=cold, policy=policy, device=on_gpu)
+                if host is None and host_bytes
+                else None
             )
             if self.host is not None:
                 # Whoever opened the cold tier has no engine that would close it, and may try again.
@@ -174,6 +181,7 @@ class LLM:
                     host=host if host is not None else self.host,
                     device=device,
                     max_sequences=max_sequences,
+                    policy=policy,
                     mover=mover,
                 )
             undo.callback(self.store.close)

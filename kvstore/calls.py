@@ -17,7 +17,7 @@ from .events import Listener
 from .handles import Generations, Lease, Reservation, SlotOwner
 from .hashing import Tokens
 from .lineage import CHAIN_START, ChainPlace, Lineage
-from .policy import Ids
+from .policy import Ids, Retention
 
 __all__ = ["ControlCalls", "EngineCommand", "HostCalls", "LoadCalls", "LostListener", "SpaceCalls"]
 
@@ -140,7 +140,7 @@ class SpaceCalls(SlotOwner, Protocol):
         """Keep the leading resident blocks until `unpin`, or for `ttl` seconds; returns how many."""
         ...
 
-    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool, retention: Retention | None = None) -> int:
         """Advice: blocks will be wanted soon, or not again; for how many it is tried."""
         ...
 

@@ -6,6 +6,8 @@ of them may go.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,9 +15,22 @@ from ..tiers.errors import IntegrityError
 from .lineage import ShortHashes
 from .policy import BlockFacts, Ids
 
-__all__ = ["ChainLeaves"]
+__all__ = ["ChainLeaves", "Followed"]
 
 _Indices = npt.NDArray[np.intp]
+_Bools = npt.NDArray[np.bool_]
+
+
+class Followed(NamedTuple):
+    """Blocks that others followed which were let go: once for each of these."""
+
+    at: _Indices
+    """No block twice."""
+    more: list[int]
+
+    def ids(self) -> _Indices:
+        """All of them, some more than once."""
+        return np.concatenate([self.at, np.array(self.more, dtype=np.intp)]) if self.more else self.at
 
 
 class ChainLeaves:
@@ -50,6 +65,8 @@ class ChainLeaves:
 
     def admit(self, ids: Ids, facts: BlockFacts) -> None:
         """These ids hold these blocks from now on."""
+        if not len(ids):
+            return
         at = ids.astype(np.intp)
         names, parents = facts.names, facts.parents
         self.names[at], self.parents[at], self.depths[at] = names, parents, facts.depths
@@ -57,60 +74,53 @@ class ChainLeaves:
         listed = names.tolist()
         self._ids.update(zip(listed, ids.tolist(), strict=True))
         # Of a run of blocks all but the first one follow the one before them.
-        follows = np.zeros(len(ids), dtype=np.bool_)
-        np.equal(parents[1:], names[:-1], out=follows[1:])
-        follows &= parents != 0
-        self.followers[at[:-1][follows[1:]]] = 1
-        others = (~follows & (parents != 0)).nonzero()[0]
-        if len(others):
-            found, missing = self._find(parents[others].tolist())
-            np.add.at(self.followers, found, 1)
-            for name in missing:
-                self._waiting[name] = self._waiting.get(name, 0) + 1
+        follows = parents[1:] == names[:-1]
+        follows &= parents[1:] != 0
+        self.followers[at[:-1][follows]] = 1
+        for name in [parents[0].item(), *parents[1:][~follows].tolist()]:
+            if name:
+                found = self._ids.get(name)
+                if found is None:
+                    self._waiting[name] = self._waiting.get(name, 0) + 1
+                else:
+                    self.followers[found] += 1
         if self._waiting:
             for name in self._waiting.keys() & set(listed):
                 self.followers[self._ids[name]] += self._waiting.pop(name)
 
-    def let_go(self, ids: Ids) -> _Indices:
+    def let_go(self, ids: Ids) -> Followed:
         """Those that these follow count them no more, until `take_back`, or for ever with `forget`.
 
         So it is found out what else may go once these are gone.
-
-        Returns:
-            intp [m], the ids of these, some more than once.
         """
         at = ids.astype(np.intp)
         names, parents = self.names[at], self.parents[at]
-        follows = np.zeros(len(ids), dtype=np.bool_)
-        np.equal(parents[:-1], names[1:], out=follows[:-1])
-        follows &= parents != 0
-        before = at[1:][follows[:-1]]
-        others = (~follows & (parents != 0)).nonzero()[0]
-        if len(others):
-            found, _ = self._find(parents[others].tolist())
-            before = np.concatenate([before, found])
-        np.subtract.at(self.followers, before, 1)
-        return before
+        return self._let_go(at, parents, _next_is_parent(names, parents))
 
-    def take_back(self, before: _Indices) -> None:
+    def take_back(self, followed: Followed) -> None:
         """Undo a `let_go`, which returned this."""
-        np.add.at(self.followers, before, 1)
+        self.followers[followed.at] += 1
+        for one in followed.more:
+            self.followers[one] += 1
 
     def forget(self, ids: Ids) -> None:
         """These blocks are gone, after `let_go`."""
         at = ids.astype(np.intp)
-        names = self.names[at].tolist()
+        names, listed = self.names[at].tolist(), ids.tolist()
         if self._waiting:
             for name in self.parents[at].tolist():
                 if name in self._waiting:
                     self._waiting[name] -= 1
                     if not self._waiting[name]:
                         del self._waiting[name]
-        for name, one in zip(names, ids.tolist(), strict=True):
-            if self._ids.get(name) == one:
-                del self._ids[name]
+        if list(map(self._ids.get, names)) == listed:
+            list(map(self._ids.__delitem__, names))
+        else:
+            for name, one in zip(names, listed, strict=True):
+                if self._ids.get(name) == one:
+                    del self._ids[name]
         left = self.followers[at]
-        if left.any():
+        if np.count_nonzero(left):
             for which in left.nonzero()[0].tolist():
                 self._waiting[names[which]] = self._waiting.get(names[which], 0) + int(left[which])
             self.followers[at] = 0
@@ -122,15 +132,8 @@ class ChainLeaves:
         parent = int(self.parents[one])
         return self._ids.get(parent) if parent else None
 
-    def _find(self, names: list[int]) -> tuple[_Indices, list[int]]:
-        """The ids of those of these that are here, and the names of the others."""
-        found = list(map(self._ids.get, names))
-        here = [one for one in found if one is not None]
-        missing = [] if len(here) == len(names) else [name for name in names if name not in self._ids]
-        return np.array(here, dtype=np.intp), missing
-
-    def leaves_first(self, ids: Ids) -> tuple[list[Ids], list[_Indices], Ids]:
-        """Which of these may go without a block being left behind that follows one of them, and in which order.
+    def leaves_first(self, ids: Ids) -> tuple[list[Ids], list[Followed], Ids]:
+        """Which of these may go, in which order, so that none is left behind that follows one of them.
 
         Those are let go.
 
@@ -141,29 +144,38 @@ class ChainLeaves:
             ids that may go, in parts; what `let_go` returned, of each; and the ids that may not.
         """
         going: list[Ids] = []
-        before: list[_Indices] = []
+        followed: list[Followed] = []
         while len(ids):
-            followers = self.followers[ids]
-            may_go = followers == 0
+            at = ids.astype(np.intp)
+            parents = self.parents[at]
+            next_is_parent = _next_is_parent(self.names[at], parents)
+            followers = self.followers[at]
             # Nearly always they are whole ends of chains from the last block on, each with one follower.
-            if not may_go.all():
-                may_go = self._after_their_follower(ids, followers)
-                if not may_go.any():
+            if np.count_nonzero(followers):
+                may_go = _after_their_follower(followers, next_is_parent)
+                count = np.count_nonzero(may_go)
+                if not count:
                     break
-            chosen = ids[may_go]
-            going.append(chosen)
-            before.append(self.let_go(chosen))
-            ids = ids[~may_go]
-        return going, before, ids
+                if count < len(ids):
+                    chosen = ids[may_go]
+                    going.append(chosen)
+                    followed.append(self.let_go(chosen))
+                    ids = ids[~may_go]
+                    continue
+            going.append(ids)
+            followed.append(self._let_go(at, parents, next_is_parent))
+            ids = ids[:0]
+        return going, followed, ids
 
-    def _after_their_follower(self, ids: Ids, followers: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """bool [n]: which have no follower, or one that stands just before them here and may go as well."""
-        after = np.zeros(len(ids), dtype=np.bool_)
-        np.equal(self.parents[ids[:-1]], self.names[ids[1:]], out=after[1:])
-        after &= followers == 1
-        run = np.maximum.accumulate(np.where(after, 0, np.arange(len(ids))))
-        may_go: npt.NDArray[np.bool_] = followers[run] == 0
-        return may_go
+    def _let_go(self, at: _Indices, parents: ShortHashes, next_is_parent: _Bools) -> Followed:
+        followed = at[1:][next_is_parent]
+        self.followers[followed] -= 1
+        more: list[int] = []
+        for name in [*parents[:-1][~next_is_parent].tolist(), *parents[-1:].tolist()]:
+            if name and (found := self._ids.get(name)) is not None:
+                self.followers[found] -= 1
+                more.append(found)
+        return Followed(followed, more)
 
     def check_integrity(self, ids: Ids) -> None:
         """Prove the counts, where these are all the blocks that there are.
@@ -180,3 +192,19 @@ class ChainLeaves:
                 waiting[name] = waiting.get(name, 0) + 1
         if not np.array_equal(counted, self.followers) or waiting != self._waiting:
             raise IntegrityError("a block is not followed by as many as is said of it")
+
+
+def _next_is_parent(names: ShortHashes, parents: ShortHashes) -> _Bools:
+    """bool [n - 1]: which of n blocks, but for the last, stand just before the one that they follow."""
+    there: _Bools = parents[:-1] == names[1:]
+    there &= parents[:-1] != 0
+    return there
+
+
+def _after_their_follower(followers: npt.NDArray[np.int32], next_is_parent: _Bools) -> _Bools:
+    """bool [n]: which have no follower, or one that stands just before them and may go as well."""
+    after = next_is_parent & (followers[1:] == 1)
+    run = np.arange(len(followers))
+    run[1:][after] = 0
+    may_go: _Bools = followers[np.maximum.accumulate(run)] == 0
+    return may_go

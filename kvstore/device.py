@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
@@ -40,6 +40,7 @@ class DeviceTier:
         space: the id of the space that its blocks are of.
         host: host memory below, or None.
         policy: name of the eviction policy.
+        policy_weights: those of its weights that are to be other than its own.
         mover: copies blocks; None makes one for the device.
         stats: what is counted.
 
@@ -57,12 +58,13 @@ class DeviceTier:
         space: bytes,
         host: SpaceCalls | None,
         policy: str,
+        policy_weights: Mapping[str, float] | None,
         mover: Mover | None,
         stats: StoreStats,
     ) -> None:
-        make_policy(policy, 0)  # a wrong name is told before memory is taken
+        ranks = make_policy(policy, blocks, weights=policy_weights)
         self.arena = DeviceArena(layout.block_bytes, blocks, device)
-        self.pool = BlockPool(self.arena.slots, make_policy(policy, blocks), self._tell_removed)
+        self.pool = BlockPool(self.arena.slots, ranks, self._tell_removed)
         self.events = EventStream()
         self._space = space
         self._host = host

@@ -30,6 +30,7 @@ from ..tiers.settings import (
     expect_integer,
     expect_number,
     expect_seconds,
+    expect_type,
     shown,
 )
 from .lineage import ChainPlace, ShortHashes, shortened
@@ -45,6 +46,7 @@ __all__ = [
     "PolicyOptions",
     "Retention",
     "check_weights",
+    "expect_retention",
     "make_policy",
     "policy_names",
 ]
@@ -118,6 +120,17 @@ class Retention:
             object.__setattr__(self, "ttl", expect_seconds("ttl", self.ttl, above=True))
         if self.will_return is not None:
             object.__setattr__(self, "will_return", expect_seconds("will_return", self.will_return))
+
+
+def expect_retention(retention: object) -> Retention | None:
+    """The advice, if it is some or None.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    return (
+        None if retention is None else expect_type("retention", retention, Retention, "a Retention or None")
+    )
 
 
 class EvictionPolicy(Protocol):

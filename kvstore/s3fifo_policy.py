@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Unpack
+from typing import ClassVar, Final, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
 from ..tiers.settings import expect_integer, expect_number
-from .chain_leaves import ChainLeaves
+from .chain_leaves import ChainLeaves, Followed
 from .lineage import ShortHashes
 from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention
 
@@ -31,24 +31,26 @@ __all__ = ["S3FIFOPolicy"]
 
 _Indices = npt.NDArray[np.intp]
 _Bools = npt.NDArray[np.bool_]
-_Uses = npt.NDArray[np.uint8]
+_States = npt.NDArray[np.uint8]
 
-_MOST_USES: Final = 3
-"""Uses that are counted: two bits, as in the paper."""
 _LEAST_LOOK: Final = 64
 """Entries of a queue that are looked at together, at least."""
-# Where a block belongs, whether it stands there or is in use.
-_NOWHERE: Final = 0
-_SMALL: Final = 1
-_MAIN: Final = 2
-_HELD: Final = 3
-"""It was to go, and others follow it yet."""
-_HOMES: Final = 4
 _NO_IDS: Final = np.empty(0, dtype=np.int32)
-_WAYS: Final = 4
-"""Names of a bucket. There are twice as many places as names, or more."""
-_SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
-"""2^64 over the golden ratio: its multiples' high bits are as spread as can be (Knuth, volume 3, 6.4)."""
+
+# What is known of a block, in one byte: how often it was found, as far as the paper's two bits count,
+_USES: Final = np.uint8(3)
+# where it belongs, whether it stands there or is in use (nowhere: it is not here),
+_HOME: Final = np.uint8(12)
+_SMALL: Final = np.uint8(4)
+_MAIN: Final = np.uint8(8)
+_HELD: Final = np.uint8(12)
+"""It was to go, and others follow it yet: it stands in no queue."""
+# and whether it may go.
+_RANKED: Final = np.uint8(16)
+_RANKED_USES: Final = np.uint8(19)
+_NOT_HOME: Final = np.uint8(255 - 12)
+_NOT_RANKED: Final = np.uint8(255 - 16)
+_NOT_USES: Final = np.uint8(255 - 3)
 
 
 class S3FIFOPolicy:
@@ -83,19 +85,22 @@ class S3FIFOPolicy:
             for name in ("small_share", "ghost_share")
         ]
         self._small_share, self._ghost_share = shares
-        uses = expect_number("policy_weights.promote_uses", weights["promote_uses"], 1, _MOST_USES)
-        self._promote_uses = round(uses)
-        self._home = np.zeros(0, dtype=np.uint8)
-        self._at_home = np.zeros(_HOMES, dtype=np.int64)
-        """Of each place in which blocks belong, how many do."""
-        self._uses = np.zeros(0, dtype=np.uint8)
-        self._ranked = np.zeros(0, dtype=np.bool_)
-        self._count = 0
-        """Blocks that are ranked."""
-        self._queued = np.zeros(0, dtype=np.bool_)
-        """Stands in a queue. What is in use keeps its place until its turn comes."""
-        self._small, self._main, self._next = _Queue(), _Queue(), _Queue()
+        uses = expect_number("policy_weights.promote_uses", weights["promote_uses"], 1.0, float(_USES))
+        self._promote_uses = np.uint8(round(uses))
+        self._state: _States = np.zeros(0, dtype=np.uint8)
+        self._place = np.zeros(0, dtype=np.int64)
+        """Where in which queue a block stands (`_Queue`); 0: in none. What is in use keeps its place until
+        its turn comes."""
+        self._small, self._main, self._next = _Queue(0), _Queue(1), _Queue(2)
         """The last one is of blocks that go before all others, of which the one at its end goes first."""
+        self._count = 0
+        """Blocks that are ranked,"""
+        self._here = 0
+        """that are here,"""
+        self._in_small = 0
+        """that belong to the small queue,"""
+        self._held = 0
+        """and that are held by those that follow them."""
         self._chains = ChainLeaves()
         self._ghosts = _Ghosts(1)
         self._turns: _Turns | None = None
@@ -106,15 +111,13 @@ class S3FIFOPolicy:
         return self._count
 
     def resize(self, capacity: int) -> None:
-        before = len(self._home)
+        before = len(self._state)
         if capacity <= before:
             return
-        for name in ("_home", "_uses", "_ranked", "_queued"):
+        for name in ("_state", "_place"):
             grown = np.zeros(capacity, dtype=getattr(self, name).dtype)
             grown[:before] = getattr(self, name)
             setattr(self, name, grown)
-        for queue in (self._small, self._main, self._next):
-            queue.resize(capacity)
         self._chains.resize(capacity)
         self._ghosts = self._ghosts.grown(max(1, int(capacity * self._ghost_share)))
 
@@ -123,16 +126,19 @@ class S3FIFOPolicy:
     def admit(self, ids: Ids, facts: BlockFacts) -> None:
         self._turns = None
         at = ids.astype(np.intp)
-        self._uses[at] = 0
-        self._belong(at, np.where(self._ghosts.take(facts.names), _MAIN, _SMALL))
+        known = self._ghosts.take(facts.names)
+        came_back = int(np.count_nonzero(known))
+        self._state[at] = np.where(known, _MAIN, _SMALL) if came_back else _SMALL
+        self._in_small += len(ids) - came_back
+        self._here += len(ids)
         self._chains.admit(ids, facts)
 
     def found(self, ids: Ids) -> None:
         self._turns = None
         at = ids.astype(np.intp)
-        uses = self._uses[at]
-        uses += uses < _MOST_USES
-        self._uses[at] = uses
+        state = self._state[at]
+        state += (state & _USES) < _USES
+        self._state[at] = state
 
     def missed(self, facts: BlockFacts) -> None:
         """What comes back is known by its name when it is admitted."""
@@ -146,88 +152,102 @@ class S3FIFOPolicy:
         less as not found yet. How long that holds the queues decide."""
         self._turns = None
         if retention.priority > 0 or retention.will_return is not None or retention.about_to_finish:
-            self._uses[ids] = _MOST_USES
+            self._state[ids] |= _USES
         elif retention.priority < 0:
-            self._uses[ids] = 0
+            self._state[ids] &= _NOT_USES
 
     def insert(self, ids: Ids) -> None:
         self._turns = None
         at = ids.astype(np.intp)
-        if len(self._next):
-            self._leave_next(ids)
-        queued = self._queued[at]
-        if np.count_nonzero(queued) < len(ids):
-            self._line_up(ids[~queued])
-        self._count += len(ids) - int(np.count_nonzero(self._ranked[at]))
-        self._ranked[at] = True
+        if self._next.tail > self._next.head:
+            self._leave_next(at)
+        place = self._place[at]
+        if np.count_nonzero(place) < len(ids):
+            self._line_up(ids[place == 0])
+        state = self._state[at]
+        self._count += len(ids) - int(np.count_nonzero(state & _RANKED))
+        self._state[at] = state | _RANKED
 
     def remove(self, ids: Ids) -> None:
         self._turns = None
         at = ids.astype(np.intp)
-        self._count -= int(np.count_nonzero(self._ranked[at]))
-        self._ranked[at] = False
-        if len(self._next):
-            self._leave_next(ids)
+        state = self._state[at]
+        self._count -= int(np.count_nonzero(state & _RANKED))
+        self._state[at] = state & _NOT_RANKED
+        if self._next.tail > self._next.head:
+            self._leave_next(at)
 
     def demote(self, ids: Ids) -> int:
         self._turns = None
-        ids = ids[self._ranked[ids]]
-        self._uses[ids] = 0
+        ids = ids[(self._state[ids] & _RANKED) > 0]
+        self._state[ids] &= _NOT_USES
         self._go_next(ids)
         return len(ids)
 
     def forget(self, ids: Ids) -> None:
         turns, self._turns = self._turns, None
-        if turns is not None and turns.were_for(ids):
-            self._go_on_after(turns, ids)
+        if not len(ids):
+            return
         at = ids.astype(np.intp)
-        home = self._home[at]
-        self._ghosts.add(self._chains.names[at[((home == _SMALL) & self._queued[at]) | (home == _HELD)]])
-        self._belong(at, _NOWHERE)
-        self._count -= int(np.count_nonzero(self._ranked[at]))
-        self._ranked[at] = False
-        self._stand_nowhere(ids)
+        state = self._state[at]
+        home = state & _HOME
+        # Those that were never written are not remembered.
+        passed = ((home == _SMALL) & (self._place[at] > 0)) | (home == _HELD)
+        self._ghosts.add(self._chains.names[at[passed]])
+        if turns is not None and turns.were_for(ids) and self._go_on_after(turns, ids):
+            home = self._state[at] & _HOME
+        self._count -= int(np.count_nonzero(state & _RANKED))
+        self._here -= int(np.count_nonzero(home))
+        self._in_small -= int(np.count_nonzero(home == _SMALL))
+        self._state[at] = 0
+        self._place[at] = 0
         followed = self._chains.let_go(ids)
         self._chains.forget(ids)
-        if self._at_home[_HELD]:
-            followed = followed[(self._home[followed] == _HELD) & (self._chains.followers[followed] == 0)]
-            if len(followed):
-                self._go_next(np.unique(followed[~self._queued[followed] & self._ranked[followed]]))
+        if self._held:
+            self._held -= int(np.count_nonzero(home == _HELD))
+            self._free_held(followed.ids())
 
-    def _belong(self, at: _Indices, home: int | npt.NDArray[np.integer[Any]]) -> None:
+    def _free_held(self, followed: _Indices) -> None:
+        """Those of these blocks that were held only by those that followed them go next."""
+        state = self._state[followed]
+        free = followed[((state & _HOME) == _HELD) & ((state & _RANKED) > 0)]
+        free = free[(self._chains.followers[free] == 0) & (self._place[free] == 0)]
+        if len(free):
+            self._go_next(np.unique(free).astype(np.int32))
+
+    def _belong(self, ids: Ids, home: np.uint8) -> None:
         """These belong somewhere else now."""
-        self._at_home -= np.bincount(self._home[at], minlength=_HOMES)
-        self._home[at] = home
-        self._at_home += np.bincount(self._home[at], minlength=_HOMES)
+        state = self._state[ids]
+        before = state & _HOME
+        self._in_small += len(ids) * int(home == _SMALL) - int(np.count_nonzero(before == _SMALL))
+        self._held += len(ids) * int(home == _HELD) - int(np.count_nonzero(before == _HELD))
+        self._state[ids] = (state & _NOT_HOME) | home
 
     def _line_up(self, ids: Ids) -> None:
         """These, which stand in no queue, stand at the end of theirs."""
-        small = self._home[ids] == _SMALL
-        self._small.append(ids[small])
-        others = ids[~small]
-        self._belong(others.astype(np.intp), _MAIN)
-        self._main.append(others)
-        self._queued[ids] = True
-
-    def _stand_nowhere(self, ids: Ids) -> None:
-        for queue in (self._small, self._main, self._next):
-            queue.drop(ids)
-        self._queued[ids] = False
+        small = (self._state[ids] & _HOME) == _SMALL
+        count = np.count_nonzero(small)
+        if count == len(ids):
+            self._small.append(self._place, ids)
+            return
+        if count:
+            self._small.append(self._place, ids[small])
+            ids = ids[~small]
+        self._belong(ids, _MAIN)
+        self._main.append(self._place, ids)
 
     def _go_next(self, ids: Ids) -> None:
         """These go before all others, the first one first."""
-        self._stand_nowhere(ids)
-        # They are held by nothing any more, and their names are remembered as those of the small queue are.
-        self._belong(ids[self._home[ids] == _HELD].astype(np.intp), _SMALL)
-        self._next.append(ids[::-1])
-        self._queued[ids] = True
+        # What is held by nothing any more is remembered when it goes, as what is in the small queue.
+        self._belong(ids[(self._state[ids] & _HOME) == _HELD], _SMALL)
+        self._next.append(self._place, ids[::-1])
 
-    def _leave_next(self, ids: Ids) -> None:
+    def _leave_next(self, at: _Indices) -> None:
         """Those of these that would go before all others do not any more: they were used."""
-        ids = ids[self._next.has(ids)]
-        self._next.drop(ids)
-        self._queued[ids] = False
-        self._belong(ids.astype(np.intp), _MAIN)
+        ids = at[self._next.has(self._place[at])].astype(np.int32)
+        if len(ids):
+            self._place[ids] = 0
+            self._belong(ids, _MAIN)
 
     # What goes
 
@@ -248,9 +268,8 @@ class S3FIFOPolicy:
         try:
             while left > 0 and turns.next_tail > self._next.head:
                 left -= self._turn_of_next(turns, left)
-            resident = int(self._at_home[1:].sum())
-            over = int(self._at_home[_SMALL]) - int(self._small_share * resident)
-            look = max(_LEAST_LOOK, 2 * left)
+            over = self._in_small - int(self._small_share * self._here)
+            look = max(_LEAST_LOOK, left)
             while left > 0:
                 main_is_over = turns.main_head == self._main.tail and not turns.again
                 if turns.small_head < self._small.tail and (over > 0 or main_is_over):
@@ -265,17 +284,18 @@ class S3FIFOPolicy:
             if left > 0:
                 self._let_go_anyway(turns, left)
         finally:
-            for before in turns.let_go:
-                self._chains.take_back(before)
-            for ids, home in reversed(turns.homes):
-                self._home[ids] = home
-        turns.going = np.concatenate(turns.parts) if turns.parts else np.empty(0, dtype=np.int32)
+            for followed in turns.let_go:
+                self._chains.take_back(followed)
+            for ids, state in reversed(turns.states):
+                self._state[ids] = state
+        if turns.parts:
+            turns.going = turns.parts[0] if len(turns.parts) == 1 else np.concatenate(turns.parts)
         return turns
 
     def _turn_of_next(self, turns: _Turns, left: int) -> int:
         """Those that go before all others; how many go."""
         start = max(self._next.head, turns.next_tail - max(_LEAST_LOOK, 2 * left))
-        ids, at = self._next.entries(start, turns.next_tail)
+        ids, at = self._next.entries(self._place, start, turns.next_tail)
         if len(ids) > left:
             ids, start = ids[-left:], int(at[-left])
         turns.next_tail = start
@@ -284,42 +304,50 @@ class S3FIFOPolicy:
     def _turn_of_small(self, turns: _Turns, look: int, left: int) -> tuple[int, int]:
         """Blocks of the small queue have their turn; how many it has less then, and how many go."""
         stop = min(self._small.tail, turns.small_head + look)
-        ids, at = self._small.entries(turns.small_head, stop)
-        ranked, uses = self._ranked[ids], self._uses[ids]
-        cold = ranked & (uses < self._promote_uses)
-        if np.count_nonzero(cold) > left:
+        ids, at = self._small.entries(self._place, turns.small_head, stop)
+        state = self._state[ids]
+        # Below _RANKED it comes round to far above.
+        cold = ((state & _RANKED_USES) - _RANKED) < self._promote_uses
+        count = np.count_nonzero(cold)
+        if count > left:
             cut = int(cold.nonzero()[0][left - 1]) + 1
-            stop = int(at[cut - 1]) + 1
-            ids, ranked, cold = ids[:cut], ranked[:cut], cold[:cut]
+            stop, count = int(at[cut - 1]) + 1, left
+            ids, state, cold = ids[:cut], state[:cut], cold[:cut]
         turns.small_head = stop
+        turns.stood.append(ids)
+        if count == len(ids):
+            return len(ids), self._let_go(turns, ids, left)
         gone = self._let_go(turns, ids[cold], left)
+        ranked = (state & _RANKED) > 0
         turns.in_use.append(ids[~ranked])
         found = ids[ranked & ~cold]
-        if len(found):
-            turns.again.append((found, np.zeros(len(found), dtype=np.uint8)))
+        turns.again.append((found, np.zeros(len(found), dtype=np.uint8)))
         return len(ids), gone
 
     def _turn_of_main(self, turns: _Turns, look: int, left: int) -> int:
         """Blocks of the main queue have their turn; how many go."""
         if turns.main_head < self._main.tail:
             stop = min(self._main.tail, turns.main_head + look)
-            ids, at = self._main.entries(turns.main_head, stop)
-            uses = self._uses[ids]
+            ids, at = self._main.entries(self._place, turns.main_head, stop)
+            state = self._state[ids]
+            cold = (state & _RANKED_USES) == _RANKED
+            if np.count_nonzero(cold) > left:
+                cut = int(cold.nonzero()[0][left - 1]) + 1
+                stop = int(at[cut - 1]) + 1
+                ids, state, cold = ids[:cut], state[:cut], cold[:cut]
+            turns.main_head = stop
+            turns.stood.append(ids)
+            uses = state & _USES
         else:
             ids, uses = turns.again.popleft()
-            at = stop = None
-        ranked = self._ranked[ids]
-        cold = ranked & (uses == 0)
-        if np.count_nonzero(cold) > left:
-            cut = int(cold.nonzero()[0][left - 1]) + 1
-            if at is None:
+            state = self._state[ids]
+            cold = ((state & _RANKED) > 0) & (uses == 0)
+            if np.count_nonzero(cold) > left:
+                cut = int(cold.nonzero()[0][left - 1]) + 1
                 turns.again.appendleft((ids[cut:], uses[cut:]))
-            else:
-                stop = int(at[cut - 1]) + 1
-            ids, uses, ranked, cold = ids[:cut], uses[:cut], ranked[:cut], cold[:cut]
-        if stop is not None:
-            turns.main_head = stop
+                ids, state, uses, cold = ids[:cut], state[:cut], uses[:cut], cold[:cut]
         gone = self._let_go(turns, ids[cold], left)
+        ranked = (state & _RANKED) > 0
         turns.in_use.append(ids[~ranked])
         found = ranked & ~cold
         if found.any():
@@ -334,15 +362,15 @@ class S3FIFOPolicy:
         """
         if not len(ids):
             return 0
-        going, before, held = self._chains.leaves_first(ids)
+        going, followed, held = self._chains.leaves_first(ids)
         if len(held):
             turns.held.append(held)
             self._belong_for_now(turns, held, _HELD)
         turns.parts += going
-        turns.let_go += before
+        turns.let_go += followed
         count = sum(map(len, going))
-        if before and (turns.held or self._at_home[_HELD]):
-            count += self._climb(turns, np.concatenate(before), left - count)
+        if followed and (turns.held or self._held) and count < left:
+            count += self._climb(turns, np.concatenate([one.ids() for one in followed]), left - count)
         return count
 
     def _climb(self, turns: _Turns, followed: _Indices, left: int) -> int:
@@ -352,72 +380,76 @@ class S3FIFOPolicy:
             followed: blocks that others followed.
             left: how many may go.
         """
-        chains = self._chains
-        free = followed[(self._home[followed] == _HELD) & (chains.followers[followed] == 0)]
+        chains, held = self._chains, _HELD | _RANKED
+        free = followed[(self._state[followed] & (_HOME | _RANKED)) == held]
+        free = np.unique(free[chains.followers[free] == 0])
         climbed: list[int] = []
         before: list[int] = []
-        for start in np.unique(free).tolist():
+        for start in free.tolist():
             one: int | None = start
-            while one is not None and len(climbed) < left and self._home[one] == _HELD and self._ranked[one]:
+            while one is not None and len(climbed) < left:
+                if (self._state[one] & (_HOME | _RANKED)) != held or chains.followers[one]:
+                    break
                 climbed.append(one)
                 one = chains.parent_of(one)
                 if one is not None:
                     before.append(one)
                     chains.followers[one] -= 1
-                    if chains.followers[one]:
-                        break
         if climbed:
             going = np.array(climbed, dtype=np.int32)
             turns.parts.append(going)
-            turns.let_go.append(np.array(before, dtype=np.intp))
-            self._belong_for_now(turns, going, _NOWHERE)
+            turns.let_go.append(Followed(_NO_IDS.astype(np.intp), before))
+            self._belong_for_now(turns, going, _MAIN)
         return len(climbed)
 
     def _let_go_anyway(self, turns: _Turns, left: int) -> None:
         """Nothing else is left than blocks that others follow which are in use: the deepest ones go first."""
-        held = np.flatnonzero(self._ranked & (self._home == _HELD)).astype(np.int32)
+        held = np.flatnonzero((self._state & (_HOME | _RANKED)) == (_HELD | _RANKED)).astype(np.int32)
         order = np.argsort(self._chains.depths[held], kind="stable")[::-1]
         turns.parts.append(held[order[:left]])
 
-    def _belong_for_now(self, turns: _Turns, ids: Ids, home: int) -> None:
+    def _belong_for_now(self, turns: _Turns, ids: Ids, home: np.uint8) -> None:
         """These belong somewhere else until all turns are found out."""
-        turns.homes.append((ids, self._home[ids]))
-        self._home[ids] = home
+        state = self._state[ids]
+        turns.states.append((ids, state))
+        self._state[ids] = (state & _NOT_HOME) | home
 
-    def _go_on_after(self, turns: _Turns, gone: Ids) -> None:
-        """What was found out comes to be, of all blocks that have had their turn but for those that go."""
-        small, _ = self._small.entries(self._small.head, turns.small_head)
-        main, _ = self._main.entries(self._main.head, turns.main_head)
+    def _go_on_after(self, turns: _Turns, gone: Ids) -> bool:
+        """What was found out comes to be, of all blocks that have had their turn but for those that go.
+
+        Returns:
+            whether some of those that go may belong somewhere else now.
+        """
         self._small.head, self._main.head = turns.small_head, turns.main_head
         self._next.tail = turns.next_tail
-        held = np.concatenate([_NO_IDS, *turns.held])
-        for ids in (small, main, held):
-            self._stand_nowhere(ids)
-        self._belong(held.astype(np.intp), _HELD)
+        for ids in (*turns.stood, *turns.held):
+            self._place[ids] = 0
+        for ids in turns.held:
+            self._belong(ids, _HELD)
         for ids in turns.in_use:
-            self._belong(ids.astype(np.intp), _MAIN)
+            self._belong(ids, _MAIN)
         for ids, uses in turns.again:
-            self._belong(ids.astype(np.intp), _MAIN)
-            self._uses[ids] = uses
-            self._main.append(ids)
-            self._queued[ids] = True
+            self._belong(ids, _MAIN)
+            self._state[ids] = (self._state[ids] & _NOT_USES) | uses
+            self._main.append(self._place, ids)
         if len(gone) < len(turns.going):
             self._go_next(turns.going[~np.isin(turns.going, gone)])
+        return bool(turns.held)
 
     def check_integrity(self) -> None:
-        resident = np.flatnonzero(self._home).astype(np.int32)
-        self._chains.check_integrity(resident)
-        if np.count_nonzero(self._ranked) != self._count or self._ranked[self._home == _NOWHERE].any():
+        home, ranked = self._state & _HOME, (self._state & _RANKED) > 0
+        self._chains.check_integrity(np.flatnonzero(home).astype(np.int32))
+        if np.count_nonzero(ranked) != self._count or (ranked & (home == 0)).any():
             raise IntegrityError("s3fifo: blocks are ranked that are not counted, or not here")
-        if not np.array_equal(np.bincount(self._home, minlength=_HOMES)[1:], self._at_home[1:]):
-            raise IntegrityError("s3fifo: a queue has another number of blocks than is counted")
-        standing = np.zeros(len(self._home), dtype=np.int64)
-        for name, queue in (("small", self._small), ("main", self._main), ("next", self._next)):
-            ids = queue.check_integrity(name)
-            standing[ids] += 1
-        if not np.array_equal(standing, self._queued) or (self._queued & (self._home == _NOWHERE)).any():
-            raise IntegrityError("s3fifo: a block stands in two queues, or in none that it is said to")
-        if (self._ranked & ~self._queued & (self._home != _HELD)).any():
+        counts = [int(np.count_nonzero(which)) for which in (home, home == _SMALL, home == _HELD)]
+        if counts != [self._here, self._in_small, self._held]:
+            raise IntegrityError("s3fifo: blocks belong to a queue that are not counted, or the reverse")
+        standing = np.zeros(len(self._state), dtype=np.int64)
+        for queue in (self._small, self._main, self._next):
+            standing[queue.entries(self._place, queue.head, queue.tail)[0]] += 1
+        if not np.array_equal(standing, self._place > 0) or ((standing > 0) & (home == 0)).any():
+            raise IntegrityError("s3fifo: a block stands in no queue, or is not here")
+        if (ranked & (standing == 0) & (home != _HELD)).any():
             raise IntegrityError("s3fifo: a block is ranked and stands in no queue")
 
 
@@ -433,147 +465,129 @@ class _Turns:
     """Of those that go,"""
     going: Ids = field(default_factory=lambda: _NO_IDS)
     """which these are, one after the other."""
-    again: deque[tuple[Ids, _Uses]] = field(default_factory=deque)
+    stood: list[Ids] = field(default_factory=list)
+    """Those of the small and the main queue that have had a turn."""
+    again: deque[tuple[Ids, _States]] = field(default_factory=deque)
     """Those that have another turn after all others, and as how often found."""
     in_use: list[Ids] = field(default_factory=list)
     held: list[Ids] = field(default_factory=list)
     """Those that go once others have that follow them."""
-    let_go: list[_Indices] = field(default_factory=list)
-    homes: list[tuple[Ids, npt.NDArray[np.uint8]]] = field(default_factory=list)
-    """What is to be undone: what `ChainLeaves.let_go` returned, and where blocks belong."""
+    let_go: list[Followed] = field(default_factory=list)
+    states: list[tuple[Ids, _States]] = field(default_factory=list)
+    """What is to be undone: what `ChainLeaves.let_go` returned, and states before they were changed."""
 
     def were_for(self, ids: Ids) -> bool:
         """Whether these are most of those that go, and nothing else."""
         if ids is self.going:
             return True
         few = len(self.going) <= 4 * len(ids) + _LEAST_LOOK
-        return few and len(ids) > 0 and bool(np.isin(ids, self.going).all())
+        return few and bool(np.isin(ids, self.going).all())
 
 
 class _Queue:
-    """Blocks first in, first out: a log of them, and where in it each stands.
+    """Blocks first in, first out: a log of them. Where each stands is its own place in an array over ids.
 
-    Entries of those that left before their turn stay in the log until it is written anew, which is when it is
-    full: so all is O(1) per id, amortised.
+    A place is four times the position in the log plus one, plus the queue's number. Entries of blocks that
+    left before their turn stay in the log until it is written anew, which is when it is full: so all is O(1)
+    per id, amortised.
+
+    Args:
+        number: from 0 to 3.
 
     Attributes:
         head, tail: the positions of its entries are from `head` on, and below `tail`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         self.head = self.tail = 0
+        self._number = number
         self._log = np.empty(_LEAST_LOOK, dtype=np.int32)
-        self._place = np.zeros(0, dtype=np.int64)
-        """Of each id the position of its entry, plus one; 0: it has none."""
-        self._count = 0
 
-    def __len__(self) -> int:
-        return self._count
-
-    def resize(self, capacity: int) -> None:
-        """Ids up to `capacity` - 1 may come."""
-        grown = np.zeros(capacity, dtype=np.int64)
-        grown[: len(self._place)] = self._place
-        self._place = grown
-
-    def append(self, ids: Ids) -> None:
-        """These, which are not in it, come to its end."""
+    def append(self, place: npt.NDArray[np.int64], ids: Ids) -> None:
+        """These come to its end, and leave whichever queue they stand in."""
         count = len(ids)
         if not count:
             return
         if self.tail + count > len(self._log):
-            self._write_anew(count)
+            self._write_anew(place, count)
         stop = self.tail + count
         self._log[self.tail : stop] = ids
-        self._place[ids.astype(np.intp)] = np.arange(self.tail + 1, stop + 1)
+        place[ids.astype(np.intp)] = self._places(self.tail, stop)
         self.tail = stop
-        self._count += count
 
-    def drop(self, ids: Ids) -> None:
-        """Those of these that are in it leave it."""
-        if self._count:
-            at = ids.astype(np.intp)
-            self._count -= int(np.count_nonzero(self._place[at]))
-            self._place[at] = 0
-
-    def has(self, ids: Ids) -> _Bools:
-        """bool [n]: which of these are in it."""
-        there: _Bools = self._place[ids] > 0
+    def has(self, places: npt.NDArray[np.int64]) -> _Bools:
+        """bool [n]: which of these places are in it."""
+        there: _Bools = (places > 0) & ((places & 3) == self._number)
         return there
 
-    def entries(self, start: int, stop: int) -> tuple[Ids, npt.NDArray[np.int64]]:
+    def entries(
+        self, place: npt.NDArray[np.int64], start: int, stop: int
+    ) -> tuple[Ids, npt.NDArray[np.int64]]:
         """What stands between two positions, and at which."""
-        entries = self._log[start:stop]
+        entries = self._log[start:stop].copy()
+        stands = place[entries.astype(np.intp)] == self._places(start, stop)
         at = np.arange(start, stop)
-        stands = self._place[entries.astype(np.intp)] == at + 1
         if np.count_nonzero(stands) < len(stands):
             return entries[stands], at[stands]
-        return entries.copy(), at
+        return entries, at
 
-    def _write_anew(self, room: int) -> None:
-        ids, _ = self.entries(self.head, self.tail)
+    def _places(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        number = self._number
+        return np.arange(4 * start + 4 + number, 4 * stop + 4 + number, 4)
+
+    def _write_anew(self, place: npt.NDArray[np.int64], room: int) -> None:
+        ids, _ = self.entries(place, self.head, self.tail)
         # Four times what is live: until it is written anew again as many come as are moved, and more.
         self._log = np.empty(4 * (len(ids) + room), dtype=np.int32)
         self.head, self.tail = 0, len(ids)
         self._log[: len(ids)] = ids
-        self._place[ids] = np.arange(1, len(ids) + 1)
-
-    def check_integrity(self, name: str) -> Ids:
-        """The ids that are in it.
-
-        Raises:
-            IntegrityError: its books do not agree.
-        """
-        ids, _ = self.entries(self.head, self.tail)
-        if not len(ids) == self._count == np.count_nonzero(self._place):
-            raise IntegrityError(f"s3fifo: {self._count} in the {name} queue, {len(ids)} stand there")
-        return ids
+        place[ids] = self._places(0, len(ids))
 
 
 class _Ghosts:
-    """Names of blocks that went not long ago, in a table of buckets: the oldest one of a bucket gives way.
+    """Names of blocks that went not long ago, in a table: of two whose place is the same the later one stays.
 
     Args:
-        capacity: so many that came last are remembered, but for a few whose bucket is full.
+        capacity: so many that came last are remembered, but for one in ten.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        bits = max(1, (capacity // 2).bit_length())
+        bits = (4 * capacity).bit_length()
         self._shift = np.uint64(64 - bits)
-        self._names = np.zeros((1 << bits, _WAYS), dtype=np.uint64)
-        self._came = np.zeros((1 << bits, _WAYS), dtype=np.int64)
+        self._names = np.zeros(1 << bits, dtype=np.uint64)
+        self._came = np.zeros(1 << bits, dtype=np.int64)
         """When each came, in names that came before; 0: it is none."""
         self._now = 0
 
     def add(self, names: ShortHashes) -> None:
         """Remember these."""
-        if not len(names):
-            return
-        buckets = self._buckets(names)
-        way = self._came[buckets].argmin(axis=1)
-        self._names[buckets, way] = names
-        self._came[buckets, way] = np.arange(self._now + 1, self._now + 1 + len(names))
-        self._now += len(names)
+        count = len(names)
+        if count:
+            place = self._place(names)
+            self._names[place] = names
+            self._came[place] = np.arange(self._now + 1, self._now + 1 + count)
+            self._now += count
 
     def take(self, names: ShortHashes) -> _Bools:
         """bool [n]: which of these are remembered; these are not any more."""
-        buckets = self._buckets(names)
-        here = self._names[buckets] == names[:, None]
-        here &= self._came[buckets] > max(0, self._now - self._capacity)
-        found: _Bools = here.any(axis=1)
+        place = self._place(names)
+        found: _Bools = self._names[place] == names
         if np.count_nonzero(found):
-            row, way = here.nonzero()
-            self._came[buckets[row], way] = 0
+            found &= self._came[place] > max(0, self._now - self._capacity)
+            self._came[place[found]] = 0
         return found
 
     def grown(self, capacity: int) -> _Ghosts:
         """The same names in a table for more."""
         grown = _Ghosts(capacity)
-        order = np.argsort(self._came, axis=None)
-        came = self._came.ravel()[order]
-        grown.add(self._names.ravel()[order[came > max(0, self._now - self._capacity)]])
+        order = np.argsort(self._came)
+        grown.add(self._names[order[self._came[order] > max(0, self._now - self._capacity)]])
         return grown
 
-    def _buckets(self, names: ShortHashes) -> npt.NDArray[np.intp]:
+    def _place(self, names: ShortHashes) -> npt.NDArray[np.intp]:
         return ((names * _SPREAD) >> self._shift).astype(np.intp)
+
+
+_SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 over the golden ratio, whose multiples are spread (Knuth, The Art of Computer Programming, 6.4)."""

@@ -228,9 +228,14 @@ class SlotRecords:
         if self._policy.learns and len(slots):
             self._policy.retain(slots, retention)
 
+    @property
+    def admits_some(self) -> bool:
+        """Whether the policy may not want each new block."""
+        return self._policy.learns
+
     def wanted(self, hashes: Sequence[bytes], lineage: Lineage | None, room: int) -> npt.NDArray[np.bool_]:
         """bool [n]: which of these new blocks the policy takes if so many slots are free."""
-        if not self._policy.learns or len(hashes) <= room:
+        if len(hashes) <= room:
             return np.ones(len(hashes), dtype=np.bool_)
         names = shortened(hashes)
         unknown = np.zeros(len(names), dtype=np.int32)

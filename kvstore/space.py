@@ -47,7 +47,7 @@ from .lineage import (
     shortened,
 )
 from .loading import ColdLoad
-from .policy import Ids, make_policy
+from .policy import EvictionPolicy, Ids, Retention, expect_retention
 from .purging import HeldSlots, PurgeReport, SpacePurges
 from .room import SpaceRoom
 from .shared import HostShared
@@ -366,16 +366,26 @@ class HostSpace(SlotSpace):
         return self._reserve(hashes, wait, lineage)[0]
 
     def _reserve(
-        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None
+        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None, *, asked_for: bool = False
     ) -> tuple[Reservation, bool]:
-        """Slots to write blocks into, and whether the tenant's quota was why there were not enough."""
-        done = self._grant(hashes, wait, lineage)
+        """Slots to write blocks into, and whether the tenant's quota was why there were not enough.
+
+        Args:
+            asked_for: somebody waits for these blocks: whether they are worth a place is no question.
+        """
+        done = self._grant(hashes, wait, lineage, asked_for=asked_for)
         if done is None:
             raise TypeError("only what is to be granted at once or not at all may be nothing")
         return done
 
     def _grant(
-        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None, *, at_once: bool = False
+        self,
+        hashes: Sequence[bytes],
+        wait: float,
+        lineage: Lineage | None,
+        *,
+        at_once: bool = False,
+        asked_for: bool = False,
     ) -> tuple[Reservation, bool] | None:
         """See `_reserve`; `at_once`: None, rather than to wait where that may help."""
         end = time.monotonic() + wait
@@ -388,6 +398,9 @@ class HostSpace(SlotSpace):
                 present = np.unique(slots[status == _PRESENT]) if len(wanted) < len(hashes) else None
                 if present is not None:
                     records.take_leases(present)
+                unwanted = 0
+                if records.admits_some and not asked_for and len(wanted):
+                    wanted, unwanted = self._admitted(hashes, lineage, wanted)
                 granted = self._room.take(len(wanted))
                 short = len(wanted) - len(granted)
                 left = end - time.monotonic()
@@ -414,12 +427,21 @@ class HostSpace(SlotSpace):
             if present is not None and lineage is not None:
                 known = np.flatnonzero(status == _PRESENT)
                 records.lineage.learn(slots[known].astype(np.intp), lineage.take(known))
-            shared.stats.denied += short
+            shared.stats.denied += short + unwanted
             over_quota = short > 0 and self._room.over_quota
-            self._tenant.stats.denied += short
+            self._tenant.stats.denied += short + unwanted
             self._tenant.stats.over_quota += short if over_quota else 0
             generations = np.where(status <= _PRESENT, records.generations[slots], 0)
         return Reservation(self, hashes, status, slots, generations), over_quota
+
+    def _admitted(
+        self, hashes: Sequence[bytes], lineage: Lineage | None, wanted: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """Those of these positions whose blocks are worth a place, and how many are not."""
+        names = [hashes[at] for at in wanted.tolist()]
+        of_them = None if lineage is None else lineage.take(wanted)
+        worth = self._records.wanted(names, of_them, self._room.unused)
+        return wanted[worth], len(wanted) - int(np.count_nonzero(worth))
 
     def reserved(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], Ids, Generations]:
         """Which of these are being written: int64 [n] positions, each hash once; slots and generations.
@@ -530,12 +552,13 @@ class HostSpace(SlotSpace):
             self._drop_leases(timed)
             return len(lasting) + len(timed)
 
-    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool, retention: Retention | None = None) -> int:
         """Advice: these blocks will be wanted soon, or not again.
 
         Args:
             wanted: True: the leading ones count as just used, and what the cold tier has of the rest is
                 brought up, when nothing else is to be. False: those that nobody leases go first.
+            retention: how long they are worth keeping, for policies that rank by it.
 
         Returns:
             how many blocks this is tried for: leading ones that are resident or may come up; those that go
@@ -543,10 +566,12 @@ class HostSpace(SlotSpace):
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         wanted = expect_flag("wanted", wanted)
+        retention = expect_retention(retention)
         shared = self._shared
         if not wanted:
             with shared.lock():
                 shared.check_open()
+                self._retain(hashes, retention)
                 count = self._records.demote(hashes)
                 shared.stats.hinted_unwanted += count
                 return count
@@ -558,16 +583,20 @@ class HostSpace(SlotSpace):
             loads = bool(load.missing) and has_cold and shared.hints_under_way < _MOST_HINTS
             count = len(hashes) if loads else resident
             shared.stats.hinted_wanted += count
+            self._retain(hashes, retention)
             if loads:
                 shared.hints_under_way += 1
-                shared.hinted.submit(self._load_ahead, load)
+                shared.hinted.submit(self._load_ahead, load, hashes[resident:], retention)
         if not loads:
             load.release()
         return count
 
-    def _load_ahead(self, load: ColdLoad) -> None:
+    def _load_ahead(self, load: ColdLoad, hashes: Sequence[bytes], retention: Retention | None) -> None:
+        """In a loader thread; `retention` is of these, which are to be loaded."""
         try:
             self._load_up(load)
+            with self._shared.lock():
+                self._retain(hashes, retention)
             load.release()
             load.done()
         except Exception:  # noqa: BLE001  nobody waits for it
@@ -696,7 +725,7 @@ class HostSpace(SlotSpace):
             batch = list(self._purges.may_load(batch))
         # No room, by the quota or not, is a miss.
         lineage = None if start is None else Lineage.of_chain(batch, start)
-        with self._reserve(batch, deadline, lineage)[0] as reservation:
+        with self._reserve(batch, deadline, lineage, asked_for=True)[0] as reservation:
             new = reservation.new
             names = [batch[at] for at in new.tolist()]
             views = [self.view(slot) for slot in reservation.slots[new].tolist()]
@@ -838,12 +867,12 @@ class HostSpace(SlotSpace):
             )
         return replace(known, slots=records.looks.count(extents))
 
-    def ranked_by(self, policy: str) -> Callable[[], None]:
-        """Have another policy rank the blocks that may go, in their order; returns what puts it in place.
+    def ranked_by(self, policy: EvictionPolicy) -> Callable[[], None]:
+        """Have a new policy rank the blocks that may go, in their order; returns what puts it in place.
 
         With the lock held until then.
         """
-        return partial(self._records.use_policy, self._records.ranked_by(make_policy(policy, 0)))
+        return partial(self._records.use_policy, self._records.ranked_by(policy))
 
     def forget_copies(self) -> None:
         """There is another cold tier, which has no copies, or none. With the lock held."""
@@ -903,6 +932,13 @@ class HostSpace(SlotSpace):
         slots, found = self._records.index.find(hashes)
         there = np.flatnonzero(found)
         return there, slots[there]
+
+    def _retain(self, hashes: Sequence[bytes], retention: Retention | None) -> None:
+        """Advice on those of these that are resident."""
+        if retention is not None:
+            if retention.ttl is None:
+                retention = replace(retention, ttl=self._shared.settings.retention_ttl)
+            self._records.retain(np.unique(self._records.slots_of(hashes)), retention)
 
     def _leased(self, slots: Ids) -> Lease:
         """A lease of these resident blocks."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from ..tiers.errors import ClosedError, ConfigError, IntegrityError, RequestErro
 from ..tiers.layout import KVLayout
 from ..tiers.mover import Mover
 from ..tiers.settings import (
+    expect_byte_strings,
     expect_bytes,
     expect_integer,
     expect_methods,
@@ -41,11 +42,12 @@ from .far import FarBlocks
 from .handles import Generations
 from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, space_id
 from .lineage import ChainPlace, Lineage
-from .policy import Ids
+from .policy import Ids, Retention
 from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
 from .session import SessionRecord, SleepingSequence, session_key
 from .stats import StoreStats
+from .store_settings import RETENTION_TTL
 from .tables import MOST_ROWS, BlockTable, Words
 from .tails import SharedTails
 
@@ -102,6 +104,7 @@ class TieredStore:
         device: ``cuda:N``, or ``cpu``, where host memory stands in for VRAM.
         max_sequences: rows of the block table.
         policy: name of the device tier's eviction policy.
+        policy_weights: of the policy's weights those that are to be other than its own.
         shard: the layers and heads of this rank, see `space_id`.
         mover: copies blocks; None makes one for the device.
 
@@ -121,6 +124,7 @@ class TieredStore:
         device: str = "cpu",
         max_sequences: int = 256,
         policy: str = "lru",
+        policy_weights: Mapping[str, float] | None = None,
         shard: str = "",
         mover: Mover | None = None,
     ) -> None:
@@ -163,6 +167,7 @@ class TieredStore:
             space=self.space,
             host=self.host,
             policy=policy,
+            policy_weights=policy_weights,
             mover=mover,
             stats=self.stats,
         )
@@ -273,6 +278,29 @@ class TieredStore:
         # What comes after a partly filled block in this list does not in its chain.
         start = ChainPlace.at(names, near) if column >= len(hashes) else None
         return self.host.start_load(names[near:], start=start)
+
+    def retain(self, hashes: Sequence[bytes], retention: Retention) -> int:
+        """Advice on how long blocks are worth keeping, in the device tier and in host memory.
+
+        In host memory they count as just used, and what only the cold tier has is brought up when nothing
+        else is to be (`HostSpace.hint`).
+
+        Args:
+            hashes: theirs, from the first block of their chain on.
+            retention: the advice.
+
+        Returns:
+            how many blocks this is tried for.
+        """
+        self._check_open()
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        retention = expect_type("retention", retention, Retention, "a Retention")
+        near = [self.pool.index[name] for name in dict.fromkeys(hashes) if name in self.pool.index]
+        ttl = RETENTION_TTL if retention.ttl is None else retention.ttl
+        self.pool.retain(np.array(near, dtype=np.int32), replace(retention, ttl=ttl))
+        if self.host is None:
+            return len(near)
+        return max(len(near), self.host.hint(hashes, wanted=True, retention=retention))
 
     def fork(self, row: int) -> int:
         """A second sequence with the same KV: all blocks are shared, the last one copied when written.

@@ -165,6 +165,8 @@ def test_the_status_says_which_sidecar_it_is_and_what_is_set(tmp_path: Path) -> 
             "clean_ahead": 0.25,
             "cold_deadline": 5.0,
             "quotas": {"anna": 1 << 20, "*": 2 << 20},
+            "policy_weights": {},
+            "retention_ttl": 600.0,
             "log_level": "warning",
         }
         assert values["clock"]["now"] == 0

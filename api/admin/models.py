@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from ...kvstore.policy import policy_names
+from ...tiers.settings import MOST_SECONDS
 
 __all__ = [
     "MOST_CELLS",
@@ -688,6 +689,14 @@ class Config(_Answer):
         description="bytes that the blocks of each tenant may take; *: of each that is not named",
         examples=[{"acme": 8_589_934_592}],
     )
+    policy_weights: dict[str, float] = Field(
+        description="those of the policy's weights that are other than its own, by name", examples=[{}]
+    )
+    retention_ttl: float = Field(
+        gt=0,
+        description="seconds that advice on how long to keep blocks holds, where it does not say that",
+        examples=[600.0],
+    )
     log_level: str = Field(examples=["warning"])
 
 
@@ -702,6 +711,13 @@ class ConfigChange(_Body):
     quotas: dict[TenantName, Annotated[int, Field(gt=0, le=_MOST_COUNT)]] | None = Field(
         None, max_length=4096, description="all of them: a tenant that is not named has none"
     )
+    policy_weights: dict[str, Annotated[float, Field(ge=0, strict=True)]] | None = Field(
+        None,
+        max_length=64,
+        description="all of them: a weight that is not named is the policy's own; none where the policy "
+        "changes and nothing is said",
+    )
+    retention_ttl: float | None = Field(None, gt=0, le=MOST_SECONDS, strict=True, description="seconds")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
 
 
