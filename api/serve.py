@@ -103,6 +103,8 @@ def _run(options: argparse.Namespace) -> int:
     host_bytes, cold_bytes, drain = options.host_bytes, options.cold_bytes, options.drain
     if cold_bytes is not None and options.cold is None:
         raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
+    if options.trace_bytes is not None and options.trace is None:
+        raise ConfigError("--trace-bytes", "is for a trace, and --trace names none")
     source = ColdSource(options.cold, _cold_secret(options))
     remote = _remote_of(options)
     admin = _admin_of(options)
@@ -139,8 +141,9 @@ def _run(options: argparse.Namespace) -> int:
             # What ends it before it is stopped is no reason to lose blocks.
             arena.keep = arena.keep or arena.nbytes > 0
         with interruptions.put_off():
-            trace = _trace_of(options)
-            if trace is not None:
+            trace = None
+            if options.trace is not None:
+                trace = TraceLog(options.trace, most_bytes=options.trace_bytes or MOST_TRACE_BYTES)
                 stack.callback(trace.close)
             host = HostStore(
                 host_bytes or usual_bytes(arena),
@@ -170,15 +173,6 @@ def _run(options: argparse.Namespace) -> int:
         # Whoever still waits in a thread is woken by the store's end.
     say("stopped")
     return 0
-
-
-def _trace_of(options: argparse.Namespace) -> TraceLog | None:
-    """Where it is written down what is looked up and put, if it is."""
-    if options.trace is not None:
-        return TraceLog(options.trace, most_bytes=options.trace_bytes or MOST_TRACE_BYTES)
-    if options.trace_bytes is not None:
-        raise ConfigError("--trace-bytes", "is for a trace, and --trace names none")
-    return None
 
 
 def _pidfd_of(process: int) -> int:

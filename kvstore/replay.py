@@ -163,8 +163,12 @@ class ReplayedTier:
         if len(blocks):
             self.policy.insert(self._slot_of[blocks][::-1])
 
-    def put(self, blocks: BlockNumbers) -> tuple[BlockNumbers, BlockNumbers]:
-        """Blocks come, in the order of their chain; those that are there are not asked for again.
+    def put(self, blocks: BlockNumbers, *, asked_for: bool = False) -> tuple[BlockNumbers, BlockNumbers]:
+        """Blocks come; those that are there stay as they are.
+
+        Args:
+            blocks: in the order of their chain.
+            asked_for: somebody waits for them: whether they are worth a place is no question.
 
         Returns:
             the blocks that were taken, and those that went for them.
@@ -176,7 +180,7 @@ class ReplayedTier:
             # Making room must not evict them; the live store has them in the order of their slots.
             present = np.sort(self._slot_of[blocks[there]])
             policy.remove(present)
-        if policy.learns and len(new) > self._free.free_count:
+        if policy.learns and not asked_for and len(new) > self._free.free_count:
             new = new[policy.wanted(self.facts(new), self._free.free_count)]
         gone = self._make_room(len(new))
         slots = self._free.allocate(min(len(new), self._free.free_count))
@@ -295,7 +299,7 @@ def _load(upper: ReplayedTier, lower: ReplayedTier, chain: BlockNumbers) -> int:
     came = 0
     if there:
         upper.lease(chain[:resident])
-        _, gone = upper.put(rest[:there])
+        _, gone = upper.put(rest[:there], asked_for=True)
         upper.release(chain[:resident])
         if len(gone):
             _put_below(lower, gone)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ from .trace import Trace, TraceEvent, mixed
 from .trace_log import LOG_KEY, LOG_VERSION
 
 __all__ = ["MOONCAKE_BLOCK", "read_trace", "write_mooncake"]
+
+_log = logging.getLogger(__name__)
 
 MOONCAKE_BLOCK: Final = 512
 """Tokens of a block of Mooncake's published traces."""
@@ -82,7 +85,10 @@ def write_mooncake(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The objects of a file, and on which line each is; lines that are empty are passed over."""
+    """The objects of a file, and on which line each is; lines that are empty are passed over.
+
+    One that is cut off, as a log is whose writer was killed, is read up to there, and a warning says so.
+    """
     at = 0
     try:
         with path.open("rb") as raw:
@@ -94,12 +100,15 @@ def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 try:
                     value = json.loads(line)
                 except ValueError as error:
+                    if not line.endswith(b"\n"):
+                        _log.warning("%s is cut off in line %d: what is before it is read", path, at)
+                        return
                     raise _wrong(path, at, f"is no JSON: {error}") from error
                 if not isinstance(value, dict):
                     raise _wrong(path, at, f"must be a JSON object, got {shown(value)}")
                 yield at, value
-    except EOFError as error:
-        raise _wrong(path, at, "is the last that can be read: the file is cut off") from error
+    except EOFError:
+        _log.warning("%s is cut off after line %d: what is before that is read", path, at)
     except OSError as error:
         raise ConfigError("trace", f"{path} cannot be read: {error.strerror or error}") from error
 

@@ -68,11 +68,11 @@ def ask(space: HostSpace, chain: Sequence[bytes]) -> int:
     return found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 1 << 32), blocks=st.sampled_from([4, 8, 16, 32]))
 @pytest.mark.parametrize("policy", policy_names())
 def test_the_live_store_finds_what_the_simulated_one_does(policy: str, seed: int, blocks: int) -> None:
-    requests = chains(seed, 120)
+    requests = chains(seed, 90)
     trace = Trace.of_events(
         (
             TraceEvent(float(at), shortened(chain), len(chain), len(chain), 4 * len(chain))

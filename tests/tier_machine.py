@@ -146,5 +146,3 @@ class Tier:
             assert len(self.policy) == len(idle)
             assert np.sort(self.policy.coldest(len(idle) + 1)).tolist() == idle
             self.policy.check_integrity()
-
-
