@@ -16,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import __version__
+from ..kvstore.cost import CostModel
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
 from ..kvstore.hashing import space_id
 from ..kvstore.lineage import ChainPlace, Lineage, expect_lineage, expect_place
+from ..kvstore.loading import ColdLoad
 from ..kvstore.policy import Ids, Retention
 from ..kvstore.space import HostSpace
 from ..kvstore.tenants import check_tenant
@@ -247,17 +249,18 @@ class Answers:
         start = _start(asked)
         self._refuse_if_draining()
 
-        def work() -> tuple[Lease, int]:
+        def work() -> tuple[Lease, ColdLoad]:
             load = space.start_load(asked.hashes, start=start)
             try:
                 load.wait(wait)
-                return space.lease_resident(asked.hashes), load.loaded
+                return space.lease_resident(asked.hashes), load
             finally:
                 load.release()
 
-        def finish(found: tuple[Lease, int]) -> Message:
-            lease, loaded = found
-            return replace(self._leased(lease), loaded=min(loaded, len(lease)))
+        def finish(found: tuple[Lease, ColdLoad]) -> Message:
+            lease, load = found
+            leased = self._leased(lease)
+            return replace(leased, loaded=min(load.loaded, len(lease)), seconds=load.seconds)
 
         return Job(True, work, finish, lambda found: found[0].release())
 
@@ -430,6 +433,9 @@ class Answers:
 
     def _report(self, asked: Report) -> Message:
         self._service.engines.keep(self._engine, asked)
+        space = self._spaces.find(asked.space)
+        if space is not None and asked.costs:
+            space.tell_costs(CostModel.of_map(asked.costs))
         return Done()
 
     def _command_done(self, asked: CommandDone) -> Message:
@@ -528,6 +534,7 @@ class Answers:
         }
         if self._tenants is None:
             values["latency"] = self._service.times.snapshot()
+            values["engines"] = dict(self._service.engines.counts)
         cold = self._host.cold
         counted = getattr(cold, "stats", None)
         if cold is not None and counted is not None:

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from ..kvstore.calibration import known_calibration
 from ..kvstore.host import HostStore
 from ..kvstore.trace_log import MOST_TRACE_BYTES, TraceLog
 from ..tiers.arena_file import ArenaFile, default_arena_path
@@ -156,6 +157,8 @@ def _run(options: argparse.Namespace) -> int:
                 trace=trace,
             )
             stack.callback(host.close)
+        if cold is not None and (calibration := known_calibration()) is not None:
+            host.calibrate_cold(calibration.cold.get(cold.name))
         if host.stats.adopted:
             say(f"{host.stats.adopted} blocks were there, and are served")
 

@@ -64,13 +64,21 @@ class LoadedLease(Lease):
 
     Attributes:
         loaded: how many of them were.
+        seconds: how long that took; 0: not known.
     """
 
     def __init__(
-        self, space: SlotOwner, slots: Ids, generations: Generations, cold: int = 0, loaded: int = 0
+        self,
+        space: SlotOwner,
+        slots: Ids,
+        generations: Generations,
+        cold: int = 0,
+        loaded: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         super().__init__(space, slots, generations, cold)
         self.loaded = loaded
+        self.seconds = seconds
 
 
 class SpaceAsks:
@@ -300,7 +308,7 @@ class SpaceAsks:
             raise ProtocolError("more blocks were leased than were asked for")
         self._check(handles)
         self._space.held.add_leases(handles)
-        return LoadedLease(self._owner, got.slots, got.generations, got.cold, got.loaded)
+        return LoadedLease(self._owner, got.slots, got.generations, got.cold, got.loaded, got.seconds)
 
     def _no_lease(self) -> LoadedLease:
         return LoadedLease(self._owner, np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))

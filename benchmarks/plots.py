@@ -179,15 +179,10 @@ def replay(results: Results) -> Plot:
         sizes = tuple(f"{size:,}" for size in dict.fromkeys(row["blocks"] for row in rows))
         for key, what in (("hit_blocks", "blocks found"), ("hit_seconds", "seconds of prefill saved")):
             series = []
-            for kind, own, form in (
-                ("policy", "kvpager, ", "measured"),
-                ("textbook", "", "measured"),
-                ("bound", "", "ceiling"),
-            ):
-                names = dict.fromkeys(row["policy"] for row in rows if row["kind"] == kind)
-                for name in names:
-                    values = _column((row for row in rows if row["policy"] == name), key, 100.0)
-                    series.append(Series(own + name, values, form))
+            for name, kind in {row["policy"]: row["kind"] for row in rows}.items():
+                values = _column((row for row in rows if row["policy"] == name), key, 100.0)
+                shown = f"kvpager, {name}" if kind == "policy" else name
+                series.append(Series(shown, values, "ceiling" if kind == "bound" else "measured"))
             panels.append(Panel(f"{title}: {what}", "%", sizes, tuple(series), 1, 0.0, "lines"))
     return Plot("replay", "Policies, over blocks of 512 tokens in host memory", tuple(panels))
 

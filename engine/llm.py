@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,7 @@ import numpy.typing as npt
 from ..kvstore.calls import ControlCalls, HostCalls
 from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
-from ..kvstore.policy import policy_names
+from ..kvstore.policy import DEFAULT_POLICY, policy_names
 from ..kvstore.store import TieredStore
 from ..tiers.cold import ColdTier, expect_cold_tier, is_open
 from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
@@ -27,10 +29,12 @@ from ..tiers.settings import (
     expect_choice,
     expect_flag,
     expect_integer,
+    expect_path,
     expect_seconds,
     expect_text,
     expect_type,
 )
+from .compute_times import learn_compute
 from .control import Control
 from .loader import LoadedModel
 from .requests import Prompt, PromptReader, as_params, as_prompts, names_of, params_of
@@ -39,12 +43,14 @@ from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 from .sessions import Sessions
-from .sizing import default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
+from .sizing import costs_on, default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
 from .text import Texts
 
 __all__ = ["LLM", "Completion"]
 
 _log = logging.getLogger(__name__)
+
+_TELL_COSTS_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,9 @@ class LLM:
         cuda_graphs: on a GPU, capture steps that only decode in CUDA graphs, one for each of a few sizes of
             batches as they first come; they take memory beside the device tier. Without effect where there
             is no kernel for the model's KV.
+        gate: bring blocks up from the cold tier only where that ends sooner than computing them.
+        calibration: the file in which `kvpager bench --calibrate` kept what links and models take here; None:
+            the usual one, if it is there (`kvstore.calibration`). The engine refines it by what it measures.
         tenant: salt that keeps this engine's KV apart from other tenants'.
 
     Raises:
@@ -123,12 +132,14 @@ class LLM:
         host_bytes: int | None = None,
         cold: ColdTier | None = None,
         host: HostCalls | None = None,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         max_sequences: int = 64,
         max_tokens: int | None = None,
         step_tokens: int = 512,
         load_seconds: float = 5.0,
         cuda_graphs: bool = True,
+        gate: bool = True,
+        calibration: str | Path | None = None,
         tenant: bytes = b"",
     ) -> None:
         block_size = expect_integer("block_size", block_size, 1)
@@ -140,6 +151,9 @@ class LLM:
         step_tokens = expect_integer("step_tokens", step_tokens, 1)
         load_seconds = expect_seconds("load_seconds", load_seconds)
         cuda_graphs = expect_flag("cuda_graphs", cuda_graphs)
+        gate = expect_flag("gate", gate)
+        if calibration is not None:
+            calibration = expect_path("calibration", calibration)
         tenant = expect_bytes("tenant", tenant)
         expect_choice("policy", policy, policy_names())
         if host is not None:
@@ -162,6 +176,15 @@ class LLM:
         blocks = device_blocks_of(self.layout, device, device_blocks, device_bytes)
         host_bytes = default_host_bytes() if host_bytes is None else host_bytes
         on_gpu = device if device != "cpu" else None
+        step_tokens = max(step_tokens, max_sequences)
+        costs = costs_on(
+            device,
+            self.layout,
+            self._loaded.identity,
+            calibration=calibration,
+            cold=None if cold is None else cold.name,
+            step_tokens=step_tokens,
+        )
         with ExitStack() as undo:
             self.host = (
                 HostStore(host_bytes, cold=cold, policy=policy, device=on_gpu)
@@ -183,14 +206,16 @@ class LLM:
                     max_sequences=max_sequences,
                     policy=policy,
                     mover=mover,
+                    costs=costs,
                 )
             undo.callback(self.store.close)
             self._scheduler = Scheduler(
                 self.store,
                 max_sequences=max_sequences,
                 max_tokens=self.max_tokens,
-                step_tokens=max(step_tokens, max_sequences),
+                step_tokens=step_tokens,
                 load_seconds=load_seconds,
+                gate=gate,
             )
             self._runner = Runner(self._loaded.model, self.store, self.max_tokens, cuda_graphs=cuda_graphs)
             self._prompts = PromptReader(self._loaded)
@@ -205,6 +230,7 @@ class LLM:
             undo.pop_all()
         self._cold = cold
         self._next_id = 0
+        self._tell_costs_at = 0.0
         self._driven = threading.Lock()
         self._closed = False
         self._ended = False  # closed to the end: what was interrupted may be closed again
@@ -217,6 +243,11 @@ class LLM:
     def encode_chat(self, messages: Many[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins, see `LoadedModel.encode_chat`."""
         return self._loaded.encode_chat(messages)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens have ids below this."""
+        return self._loaded.config.vocab_size
 
     @property
     def closed(self) -> bool:
@@ -394,12 +425,17 @@ class LLM:
 
     def _step(self) -> list[Sequence]:
         self.store.poll()
+        if (now := time.monotonic()) >= self._tell_costs_at:
+            self._tell_costs_at = now + _TELL_COSTS_SECONDS
+            self.store.tell_costs()
         if self._control is not None:
             self._control.between_steps()
         step = self._scheduler.schedule()
         finished = self._scheduler.take_given_up()
         if step is not None:
+            began = time.perf_counter()
             sampled = self._runner.run(step, self._scheduler)
+            learn_compute(self.store, step, time.perf_counter() - began)
             finished += self._scheduler.postprocess(step, sampled)
             for sequence in self._texts.read(self._scheduler.tokens_of):
                 self._scheduler.finish(sequence, FinishReason.STOP)

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from ..kvstore.calls import LoadCalls
 from ..kvstore.store import Install, NamedPrompt, Opened, TieredStore
 from ..tiers.errors import CapacityError, RequestError
+from .gate import LoadGate
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 
 __all__ = ["Chunk", "Scheduler", "Step"]
@@ -87,6 +88,7 @@ class Scheduler:
         max_tokens: tokens of one sequence, prompt and output.
         step_tokens: tokens a step may compute, decoding ones counted.
         load_seconds: how long a sequence waits for blocks from the cold tier before it is computed.
+        gate: whether blocks come up from there only where that ends sooner than computing them.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Scheduler:
         max_tokens: int,
         step_tokens: int,
         load_seconds: float,
+        gate: bool = True,
     ) -> None:
         self.store = store
         self.max_tokens = max_tokens
@@ -125,6 +128,7 @@ class Scheduler:
         self._room_came = True
         """Whether trying to admit or to wake may have another outcome than last time."""
         self._given_up: list[Sequence] = []
+        self._gate = LoadGate(store, closed=gate)
         self.preemptions = 0
 
     def __len__(self) -> int:
@@ -257,6 +261,7 @@ class Scheduler:
 
         A sequence that no tier has room for, though it runs alone, ends here: `take_given_up`.
         """
+        self._gate.settle()
         # First of all: their slots may be granted to others, and come up for others, by now.
         for row in self.store.take_lost_rows():
             self._put_to_sleep(self.sequence_at(row), keep_tail=False)
@@ -485,7 +490,7 @@ class Scheduler:
             if self.num_running and left < 2 * self._headroom():
                 return
             if sequence.load_until is None:
-                self._start_load(sequence, self.store.start_load_sleeping(sleeping))
+                self._start_load(sequence, self._gate.start_sleeping(sleeping))
             if sequence.loading():
                 return
             # What was lost is computed again, which wants room as a new prompt does.
@@ -506,6 +511,7 @@ class Scheduler:
                 return
             from_cold = min(loaded, opened.host)
             sequence.cached = CachedTokens(opened.device, opened.host - from_cold, opened.cold + from_cold)
+            self._gate.opened(len(sequence.tokens), opened)
             sequence.scheduled_at = time.monotonic()
             self._waiting.remove(sequence)
 
@@ -542,7 +548,7 @@ class Scheduler:
                 # Where one has no room to load, no later one starts: small ones would pass it for ever.
                 may_load = self._may_load(sequence.prompt)
                 if may_load:
-                    self._start_load(sequence, self.store.start_load(sequence.prompt))
+                    self._start_load(sequence, self._gate.start(sequence.prompt))
             if ready is None and sequence.load_until is not None and not sequence.loading():
                 resident = self.store.resident_blocks(sequence.prompt)
                 missing = sequence.prompt.hashes[resident : sequence.prompt.usable]

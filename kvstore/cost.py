@@ -9,9 +9,9 @@ gated, and all losses are alike.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -174,6 +174,28 @@ class CostModel:
         if self.compute is not None:
             expect_type("compute", self.compute, ComputeCost, "a ComputeCost or None")
 
+    def as_map(self) -> dict[str, Any]:
+        """The model as it travels: the fields of each part in their order, None where it is not known."""
+        parts = {name: getattr(self, name) for name in _PARTS}
+        costs = {name: None if part is None else astuple(part) for name, part in parts.items()}
+        return {"block_size": self.block_size, "block_bytes": self.block_bytes, **costs}
+
+    @classmethod
+    def of_map(cls, values: Mapping[str, Any]) -> CostModel:
+        """The model that `as_map` made this of; what it does not know is passed over.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        try:
+            parts: dict[str, Any] = {
+                name: None if values.get(name) is None else kind(*values[name])
+                for name, kind in _PARTS.items()
+            }
+            return cls(values["block_size"], values["block_bytes"], **parts)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ConfigError("costs", f"must be a cost model, got {shown(values)}") from error
+
     def load_seconds(self, tier: Tier, blocks: int) -> float | None:
         """Seconds until a step can have read blocks of a tier, brought up in one go.
 
@@ -232,7 +254,8 @@ class CostModel:
         one that takes more wins. At least the last token is computed: its logits are wanted.
 
         Args:
-            runs: what is there of the prompt from its first block on, in the order of its chain.
+            runs: what is there of the prompt from its first block on, in the order of its chain; the last
+                block may be partly filled.
             tokens: of the prompt.
 
         Raises:
@@ -247,7 +270,7 @@ class CostModel:
                 raise ConfigError("runs", f"must lie in a tier, got {shown(tier)}")
             counts[tier] += expect_integer("runs", count, 0)
             blocks = sum(counts.values())
-            if blocks * self.block_size > tokens:
+            if (blocks - 1) * self.block_size >= tokens:
                 raise ConfigError("runs", f"must not hold more blocks than {tokens} tokens, got {blocks}")
             taken = min(blocks * self.block_size, tokens - 1)
             # What was not measured is taken: so it gets measured.
@@ -261,3 +284,11 @@ class CostModel:
 
     def _host_seconds(self, nbytes: int) -> float:
         return min(self.in_place.seconds(nbytes), self.copy.seconds(nbytes))
+
+
+_PARTS: Final[Mapping[str, type[LinkCost] | type[ComputeCost]]] = {
+    "compute": ComputeCost,
+    "in_place": LinkCost,
+    "copy": LinkCost,
+    "cold": LinkCost,
+}

@@ -14,6 +14,8 @@ from ..tiers.errors import IntegrityError
 from ..tiers.layout import KVLayout
 from ..tiers.mover import CudaMover, HostMover, Mover, Transfer, wait_through
 from .calls import SpaceCalls
+from .cost import Tier
+from .cost_estimates import CostEstimates
 from .events import EventKind, EventStream
 from .handles import Generations
 from .lineage import Lineage
@@ -43,6 +45,7 @@ class DeviceTier:
         policy_weights: those of its weights that are to be other than its own.
         mover: copies blocks; None makes one for the device.
         stats: what is counted.
+        costs: what loading and computing blocks takes.
 
     Raises:
         ConfigError: there is no such policy.
@@ -61,8 +64,10 @@ class DeviceTier:
         policy_weights: Mapping[str, float] | None,
         mover: Mover | None,
         stats: StoreStats,
+        costs: CostEstimates,
     ) -> None:
-        ranks = make_policy(policy, blocks, weights=policy_weights)
+        self._costs = costs
+        ranks = make_policy(policy, blocks, losses=self._losses, weights=policy_weights)
         self.arena = DeviceArena(layout.block_bytes, blocks, device)
         self.pool = BlockPool(self.arena.slots, ranks, self._tell_removed)
         self.events = EventStream()
@@ -80,6 +85,12 @@ class DeviceTier:
         return blocks
 
     # Room
+
+    def _losses(self, blocks: Ids) -> npt.NDArray[np.float64]:
+        """Seconds that losing each of these blocks costs, float64 [n]."""
+        at = blocks.astype(np.intp)
+        below = np.where(self.pool.host_generations[at] > 0, Tier.HOST, Tier.NONE).astype(np.uint8)
+        return self._costs.model.losses(self.pool.depths[at], below)
 
     def allocate(self, count: int) -> Ids:
         """Grant blocks, held once each; what is evicted for them is copied below first, if it has room.

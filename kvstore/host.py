@@ -43,10 +43,13 @@ from ..tiers.settings import (
     shown,
 )
 from .calls import LostListener
+from .cost import LinkCost
+from .cost_estimates import LinkEstimate
 from .events import Listener
 from .evicting import MOST_AGE, EvictReport, evict_from_cold, evict_from_host
 from .handles import Lease
 from .hashing import HASH_BYTES, space_id
+from .policy import DEFAULT_POLICY
 from .saved_spaces import SavedSpace, new_records, read_spaces
 from .shared import HostShared
 from .slots import SlotRecords
@@ -100,7 +103,7 @@ class HostStore:
         host_bytes: int,
         *,
         cold: ColdTier | None = None,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         device: str | None = None,
         extent_bytes: int | None = None,
         clean_ahead: float = 0.25,
@@ -260,7 +263,7 @@ class HostStore:
             after = replace(before, **{name: value for name, value in given.items() if value is not None})
             if (after.policy, after.policy_weights) != (before.policy, before.policy_weights):
                 spaces = self._spaces.values()
-                for put_in_place in [space.ranked_by(after.make_policy()) for space in spaces]:
+                for put_in_place in [space.ranked_by(after) for space in spaces]:
                     put_in_place()
             shared.configure(after)
         return before.differences(after)
@@ -290,7 +293,15 @@ class HostStore:
                 if self._file is not None:
                     self._file.set_cold(name)
                 shared.cold.attach(cold)
+                shared.cold_reads = LinkEstimate()  # of this one nothing is known
             self._start_cleaner()
+
+    def calibrate_cold(self, link: LinkCost | None) -> None:
+        """Begin with what reading the cold tier was calibrated to take; what it does take is learned."""
+        if link is not None:
+            expect_type("link", link, LinkCost, "a LinkCost or None")
+        with self._shared.lock():
+            self._shared.cold_reads = LinkEstimate(link)
 
     def detach_cold(self, deadline: float = 30.0) -> int:
         """Be without the cold tier while the store is used, and close it when the calls under way have ended.
@@ -534,7 +545,7 @@ class HostStore:
         self.close()
 
     def _new_records(self, layout: KVLayout, shard: str, tenant: str) -> SlotRecords:
-        policy, extents = self._shared.settings.make_policy(), self.arena.num_extents
+        policy, extents = self._shared.settings.make_policy, self.arena.num_extents
         if self._file is None:
             return SlotRecords(self.arena.extent_bytes // layout.block_bytes, extents, policy)
         return new_records(self._file.records, layout, shard, tenant, extents, policy)

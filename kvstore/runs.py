@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
-from .policy import Ids
 
 __all__ = ["Places", "Runs"]
 

@@ -22,7 +22,7 @@ nobody is left who might write there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -31,10 +31,11 @@ import numpy.typing as npt
 
 from ..tiers.arena import SlotAllocator
 from ..tiers.errors import ConfigError, IntegrityError
+from .cost import CostModel, Tier
 from .handles import Generations, ReserveStatus, all_different, first_generations
 from .lineage import ChainPlace, Lineage, short_hashes, shortened
 from .name_index import NameIndex, Names, name_array
-from .policy import BlockFacts, EvictionPolicy, Ids, Retention
+from .policy import BlockFacts, EvictionPolicy, Ids, Losses, Retention
 from .slot_arrays import SlotArrays, SlotState
 from .slot_crc import Crcs, SlotCrc
 from .slot_lineage import SlotLineage
@@ -105,7 +106,7 @@ class SlotRecords:
     Args:
         slots_per_extent: slots that an extent is cut into.
         num_extents: extents that there may be.
-        policy: ranks what may be evicted.
+        policy: makes what ranks the blocks that may be evicted, of what losing blocks costs.
         arrays: where the records lie; None: in this process's memory.
 
     Attributes:
@@ -123,7 +124,7 @@ class SlotRecords:
         self,
         slots_per_extent: int,
         num_extents: int,
-        policy: EvictionPolicy,
+        policy: Callable[[Losses], EvictionPolicy],
         arrays: SlotArrays | None = None,
     ) -> None:
         capacity = slots_per_extent * num_extents
@@ -147,8 +148,10 @@ class SlotRecords:
         self._used_at = arrays.used_at
         self._hashes = arrays.hashes
         self._free = SlotAllocator()
-        self._policy = policy
-        policy.resize(capacity)
+        self.costs: CostModel | None = None
+        """What an engine has told of loading and computing these blocks; None: nothing yet."""
+        self._policy = policy(self.losses)
+        self._policy.resize(capacity)
         self.looks = SlotLooks(slots_per_extent, arrays, self.leases, self._timed, self._cleaning)
 
     @property
@@ -199,6 +202,14 @@ class SlotRecords:
         for start in range(0, len(slots), _TOGETHER):
             part = slots[start : start + _TOGETHER]
             policy.admit(part, self.facts(part))
+
+    def losses(self, slots: Ids) -> npt.NDArray[np.float64]:
+        """Seconds that losing the blocks in these slots costs, float64 [n]; all 1 where that is not known."""
+        if self.costs is None:
+            return np.ones(len(slots), dtype=np.float64)
+        at = slots.astype(np.intp)
+        below = np.where(self.in_cold[at], Tier.COLD, Tier.NONE).astype(np.uint8)
+        return self.costs.losses(self.lineage.of(at)[1], below)
 
     def facts(self, slots: Ids) -> BlockFacts:
         """What is known of the blocks that slots hold."""

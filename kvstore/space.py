@@ -29,8 +29,10 @@ from ..tiers.settings import (
     expect_flag,
     expect_integer,
     expect_seconds,
+    expect_type,
 )
 from .cold_writes import ColdWrites
+from .cost import CostModel
 from .events import EventKind
 from .evicting import SpaceEvictions
 from .handles import Generations, Lease, Reservation, ReserveStatus
@@ -47,7 +49,7 @@ from .lineage import (
     shortened,
 )
 from .loading import ColdLoad
-from .policy import EvictionPolicy, Ids, Retention, expect_retention
+from .policy import Ids, Retention, expect_retention
 from .purging import HeldSlots, PurgeReport, SpacePurges
 from .room import SpaceRoom
 from .shared import HostShared
@@ -55,6 +57,7 @@ from .slot_looks import SlotCounts
 from .slot_space import SlotSpace
 from .slots import SlotRecords
 from .status import SpaceStatus
+from .store_settings import StoreSettings
 from .timed_pins import TimedPin, TimedPins
 
 __all__ = ["HostSpace"]
@@ -211,6 +214,13 @@ class HostSpace(SlotSpace):
                 if cold is not None:
                     lease.cold = self.count_in_cold(cold, hashes[found:], cold_deadline)
         return lease
+
+    def count_resident(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks are resident. Not counted as hits and misses."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        with self._shared.lock():
+            self._shared.check_open()
+            return len(self._records.resident(hashes))
 
     def lease_resident(self, hashes: Sequence[bytes]) -> Lease:
         """`match` that does not count hits and misses."""
@@ -729,15 +739,18 @@ class HostSpace(SlotSpace):
             new = reservation.new
             names = [batch[at] for at in new.tolist()]
             views = [self.view(slot) for slot in reservation.slots[new].tolist()]
+            began = time.monotonic()
             try:
                 status = cold.get(self.id, names, views, deadline)
             finally:
                 for view in views:
                     view.release()
+            seconds = time.monotonic() - began
             arrived = new[status == ColdStatus.OK]
             reservation.commit(arrived, in_cold=True)
         with shared.lock():
             shared.cold.heard(status)
+            shared.cold_reads.moved(len(arrived) * self.layout.block_bytes, seconds)
             shared.stats.cold_loaded += len(arrived)
             shared.stats.cold_missed += len(new) - len(arrived)
         return len(batch), len(arrived)
@@ -864,15 +877,35 @@ class HostSpace(SlotSpace):
                 cleaning=records.cleaning,
                 slots=SlotCounts(),
                 unpurged=self._purges.pending,
+                costs=records.costs,
             )
         return replace(known, slots=records.looks.count(extents))
 
-    def ranked_by(self, policy: EvictionPolicy) -> Callable[[], None]:
-        """Have a new policy rank the blocks that may go, in their order; returns what puts it in place.
+    def ranked_by(self, settings: StoreSettings) -> Callable[[], None]:
+        """Have the policy of other settings rank the blocks that may go, in their order; returns what puts it
+        in place.
 
         With the lock held until then.
         """
-        return partial(self._records.use_policy, self._records.ranked_by(policy))
+        other = settings.make_policy(self._records.losses)
+        return partial(self._records.use_policy, self._records.ranked_by(other))
+
+    def tell_costs(self, costs: CostModel) -> None:
+        """What loading and computing blocks of this space takes, as an engine knows it.
+
+        Where the store itself has read the cold tier, what it took there counts.
+        """
+        expect_type("costs", costs, CostModel, "a CostModel")
+        if costs.block_size != self.layout.block_size or costs.block_bytes != self.layout.block_bytes:
+            raise ConfigError("costs", "are those of blocks of another size")
+        with self._shared.lock():
+            self._shared.check_open()
+            self._records.costs = replace(costs, cold=self._shared.cold_reads.cost or costs.cold)
+
+    @property
+    def costs(self) -> CostModel | None:
+        """What an engine told last of its costs; None: none did."""
+        return self._records.costs
 
     def forget_copies(self) -> None:
         """There is another cold tier, which has no copies, or none. With the lock held."""

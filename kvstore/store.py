@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,15 +35,17 @@ from ..tiers.settings import (
     shown,
 )
 from .attach import Attacher, Found
-from .calls import HostCalls, LoadCalls
+from .calls import CostCalls, HostCalls, LoadCalls
 from .chains import RowChains
+from .cost import Run, Tier
+from .cost_estimates import CostEstimates
 from .device import DeviceTier
 from .events import Listener
 from .far import FarBlocks
 from .handles import Generations
 from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, space_id
 from .lineage import ChainPlace, Lineage
-from .policy import Ids, Retention
+from .policy import DEFAULT_POLICY, Ids, Retention
 from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
 from .session import SessionRecord, SleepingSequence, session_key
@@ -51,9 +54,13 @@ from .store_settings import RETENTION_TTL
 from .tables import MOST_ROWS, BlockTable, Words
 from .tails import SharedTails
 
-__all__ = ["Install", "NamedPrompt", "Opened", "Sharing", "TieredStore"]
+__all__ = ["Install", "LoadPays", "NamedPrompt", "Opened", "Sharing", "TieredStore"]
 
 _log = logging.getLogger(__name__)
+
+LoadPays: TypeAlias = Callable[[Sequence[Run], Sequence[bytes]], bool]
+"""Says whether a load pays: what is there of a prompt, of which the last run may be in the cold tier, and the
+names of that run's blocks."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ class TieredStore:
         policy_weights: of the policy's weights those that are to be other than its own.
         shard: the layers and heads of this rank, see `space_id`.
         mover: copies blocks; None makes one for the device.
+        costs: what loading and computing blocks takes, refined while the store is used; None: not known yet.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range.
@@ -123,10 +131,11 @@ class TieredStore:
         host: HostCalls | None = None,
         device: str = "cpu",
         max_sequences: int = 256,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         policy_weights: Mapping[str, float] | None = None,
         shard: str = "",
         mover: Mover | None = None,
+        costs: CostEstimates | None = None,
     ) -> None:
         device_blocks = expect_integer("device_blocks", device_blocks, 1, 2**31 - 1)
         max_sequences = expect_integer("max_sequences", max_sequences, 1, MOST_ROWS)
@@ -157,6 +166,8 @@ class TieredStore:
         """Leases that ended though nobody released them, as another thread tells."""
         self._closed = False
         self.stats = StoreStats()
+        self.costs = CostEstimates(layout.block_size, layout.block_bytes) if costs is None else costs
+        """The cost model, refined by what is measured. Of the thread that drives the store."""
         self.table = BlockTable(max_sequences, track_changes=device != "cpu")
         self.lengths = np.zeros(max_sequences, dtype=np.int64)
         """int64 [max_sequences]: tokens of each row whose KV is there. Read only."""
@@ -170,6 +181,7 @@ class TieredStore:
             policy_weights=policy_weights,
             mover=mover,
             stats=self.stats,
+            costs=self.costs,
         )
         self.arena = self._device.arena
         self.pool = self._device.pool
@@ -179,7 +191,7 @@ class TieredStore:
         self._promotions: Promotions | None = None
         if self.host is not None:
             self._far = FarBlocks(self.host, max_sequences)
-            self._promotions = Promotions(self._device, self._far, self.table)
+            self._promotions = Promotions(self._device, self._far, self.table, self.costs.copy)
         self._attacher = Attacher(self.table, self._device, self._far)
         self._tails = SharedTails(self.table, self._device, self._attacher, self.stats)
         self._end_listening = host.subscribe_lost(self._hear_lost) if host is not None else None
@@ -250,21 +262,28 @@ class TieredStore:
         expect_type("prompt", prompt, NamedPrompt, "a prompt from name_prompt")
         return len(self.pool.match(prompt.hashes[: prompt.usable]))
 
-    def start_load(self, prompt: NamedPrompt) -> LoadCalls | None:
+    def start_load(self, prompt: NamedPrompt, *, pays: LoadPays | None = None) -> LoadCalls | None:
         """Start bringing a prompt's blocks up from the cold tier to host memory, ahead of `open_named`.
 
+        Args:
+            pays: is asked whether to; None: load whatever is there.
+
         Returns:
-            the load to wait for; None where everything is near, or there is nothing below.
+            the load to wait for; None where everything is near, there is nothing below, or it does not pay.
         """
         expect_type("prompt", prompt, NamedPrompt, "a prompt from name_prompt")
-        return self._start_load(prompt.hashes[: prompt.usable], prompt.partial)
+        return self._start_load(prompt.hashes[: prompt.usable], prompt.partial, pays)
 
-    def start_load_sleeping(self, sleeping: SleepingSequence) -> LoadCalls | None:
+    def start_load_sleeping(
+        self, sleeping: SleepingSequence, *, pays: LoadPays | None = None
+    ) -> LoadCalls | None:
         """Start bringing a sleeping sequence's blocks up from the cold tier, ahead of `wake`."""
         expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
-        return self._start_load(sleeping.hashes, sleeping.partial_block)
+        return self._start_load(sleeping.hashes, sleeping.partial_block, pays)
 
-    def _start_load(self, hashes: Sequence[bytes], partial: PartialBlock | None) -> LoadCalls | None:
+    def _start_load(
+        self, hashes: Sequence[bytes], partial: PartialBlock | None, pays: LoadPays | None
+    ) -> LoadCalls | None:
         self._check_open()
         if self.host is None:
             return None
@@ -275,6 +294,13 @@ class TieredStore:
         near = len(self.pool.match(names))
         if near == len(names):
             return None
+        if pays is not None:
+            # Of a sidecar's memory it is not known here; then all of it counts as what may lie in cold.
+            resident = self.host.count_resident(names[near:]) or 0
+            beyond = names[near + resident :]
+            runs = (Tier.DEVICE, near), (Tier.HOST, resident), (Tier.COLD, len(beyond))
+            if beyond and not pays(runs, beyond):
+                return None
         # What comes after a partly filled block in this list does not in its chain.
         start = ChainPlace.at(names, near) if column >= len(hashes) else None
         return self.host.start_load(names[near:], start=start)
@@ -696,6 +722,16 @@ class TieredStore:
             return None
         record = SessionRecord.unpack(data)
         return record if record.root == root else None
+
+    def tell_costs(self) -> None:
+        """Tell host memory of this process what loading and computing blocks takes, for its policies.
+
+        A sidecar is told by reports.
+        """
+        self._check_open()
+        host: object = self.host
+        if isinstance(host, CostCalls):
+            host.tell_costs(self.costs.model)
 
     # The rest
 

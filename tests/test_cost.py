@@ -49,6 +49,7 @@ def test_a_block_is_brought_up_by_the_faster_way_and_from_the_cold_tier_through_
     assert costs.load_seconds(Tier.HOST, 0) == 0.0
     few = costs.load_seconds(Tier.HOST, 1)
     assert few == pytest.approx(1e-3 + BYTES * 1e-9)
+    assert few is not None
     assert costs.load_seconds(Tier.COLD, 1) == pytest.approx(1.0 + BYTES * 1e-8 + few)
     assert costs.load_seconds(Tier.NONE, 1) is None
     assert model().load_seconds(Tier.COLD, 1) is None
@@ -128,6 +129,20 @@ def test_a_split_is_never_slower_than_no_cache_nor_than_any_other_split(
         parts = [costs.load_seconds(tier, blocks[:count].count(tier)) for tier in Tier if tier in blocks]
         load = sum(part or 0.0 for part in parts)
         assert ends <= load + compute.seconds(count * BLOCK, tokens) + 1e-9
+
+
+@pytest.mark.parametrize("compute", [COMPUTE, ComputeCost(1.0, 2.0, 3.0, 512), None])
+def test_a_model_travels_as_a_map(compute: ComputeCost | None) -> None:
+    costs = CostModel(BLOCK, BYTES, compute, LinkCost(1.0, 2.0), FREE, LinkCost(3.0, 4.0))
+    assert CostModel.of_map(costs.as_map()) == costs
+    assert CostModel.of_map({**costs.as_map(), "cold": None, "later": 5}).cold is None
+
+
+@pytest.mark.parametrize("wrong", [{}, {"in_place": 5}, {"compute": (1.0,)}, {"cold": ("a", "b")}])
+def test_what_is_no_map_of_costs_is_refused(wrong: dict[str, object]) -> None:
+    values = model().as_map() | wrong if wrong else {}
+    with pytest.raises(ConfigError):
+        CostModel.of_map(values)
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), "fast", None])

@@ -122,6 +122,7 @@ def test_the_status_says_what_every_slot_is(running: Running, operator: RawClien
         known = running.host.space(LAYOUT, shard="tp0/2", tenant="anna")
         assert one == {
             "id": known.id.hex(),
+            "costs": {},
             "num_layers": 1,
             "num_kv_heads": 1,
             "head_dim": 64,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from ...kvstore.policy import policy_names
+from ...kvstore.policy import DEFAULT_POLICY, policy_names
 from ...tiers.settings import MOST_SECONDS
 
 __all__ = [
@@ -89,7 +89,7 @@ _MOST_COUNT: Final = 1 << 53
 _MOST_WAIT: Final = 60.0
 """What a request of the sidecar waits at most."""
 _MOST_DEADLINE: Final = 600.0
-_POLICY: Final = "lru"
+_POLICY: Final = DEFAULT_POLICY
 
 T = TypeVar("T")
 
@@ -505,8 +505,20 @@ class LookupSpace(_Answer):
     load_seconds: Seconds | None = Field(
         description="that bringing up what is in the cold tier would take, as fast as it was so far"
     )
+    host_load_seconds: Seconds | None = Field(
+        description="that an engine would take over reading what is in host memory; null: no engine told"
+    )
     recompute_seconds: Seconds | None = Field(description="that computing what is there would take")
-    recompute_reason: Reason | None = Field(description="why that is not known")
+    recompute_reason: Reason | None = Field(
+        description="why that is not known; then all that is there is taken"
+    )
+    taken_blocks: Blocks = Field(
+        description="leading blocks that an engine would take, so that its first token comes soonest"
+    )
+    saved_tokens: Tokens = Field(description="tokens of these, which are not computed")
+    saved_seconds: Seconds | None = Field(
+        description="sooner that the first token comes than without them; null where computing is not known"
+    )
 
 
 class Lookup(_Answer):
