@@ -19,13 +19,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from ..kvstore.calibration import read_calibration
 from ..kvstore.chat_traces import ChatTraffic, chat_trace
 from ..kvstore.cost import ComputeCost, CostModel, LinkCost
 from ..kvstore.policy import MOST_BLOCKS, policy_names
@@ -41,6 +42,8 @@ from .simulation import MIN, Contender, Kind, Outcome, Plan, gap_closed, simulat
 from .size import model_path
 
 __all__ = ["USUAL_COSTS", "Costs", "add_parser"]
+
+_T = TypeVar("_T")
 
 _NONE: Final = "none"
 _SHARES: Final = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -134,6 +137,12 @@ def add_parser(commands: Any) -> None:
     model.add_argument("--model", metavar="MODEL", help="whose KV it is, as of kvpager size")
     model.add_argument("--token-bytes", metavar="N", type=int, help="KV bytes of a token (default: 131072)")
     costs.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="what kvpager bench --calibrate measured on this machine: of MODEL, or of the only one in it",
+    )
+    costs.add_argument("--device", metavar="NAME", help="that FILE has, if it has several")
+    costs.add_argument(
         "--seconds-per-token", metavar="S", type=float, help="prefilling a token (default: 40e-6)"
     )
     costs.add_argument(
@@ -150,6 +159,7 @@ def add_parser(commands: Any) -> None:
 
 _SETTINGS: Final = {
     "trace": "TRACE",
+    "calibration": "--calibration",
     "model": "--model",
     "block_size": "--block-size",
     "sessions": "--sessions",
@@ -200,6 +210,10 @@ def _trace_of(options: argparse.Namespace) -> tuple[Trace, str]:
 def _costs_of(options: argparse.Namespace, trace: Trace) -> tuple[CostModel, str]:
     """What blocks take and cost, and where that comes from."""
     costs = USUAL_COSTS
+    if options.calibration is not None:
+        costs = _calibrated(options.calibration, options.device, options.model)
+    elif options.device is not None:
+        raise ConfigError("--device", "is one of a calibration, and --calibration names none")
     block_bytes = trace.block_bytes
     if options.model is not None:
         shape = read_shape(model_path(options.model), dtype=None, block_size=16)
@@ -219,6 +233,35 @@ def _costs_of(options: argparse.Namespace, trace: Trace) -> tuple[CostModel, str
         words = f"as given, otherwise {costs.source}"
         costs = replace(costs, compute=replace(costs.compute, **said), source=words)
     return costs.model(trace.block_size, block_bytes), costs.source
+
+
+def _calibrated(path: str, device: str | None, model: str | None) -> Costs:
+    """What was measured on this machine: of a device and a model that are named, or the only ones there are."""
+    found = read_calibration(Path(path))
+    if found is None:
+        raise ConfigError("--calibration", f"{path} has nothing that was measured on this machine")
+    device, links = _only(
+        "--device", device, {name: one for name, one in found.devices.items() if one.models}
+    )
+    name, measured = _only("--model", model, {one.name: one for one in links.models.values()})
+    cold = min(found.cold.items(), key=lambda one: one[1].seconds_per_byte, default=("", USUAL_COSTS.cold))
+    return Costs(
+        f"measured here, of {name} on {device}" + (f" and a cold tier on {cold[0]}" if cold[0] else ""),
+        USUAL_COSTS.token_bytes,
+        measured.compute,
+        links.in_place or links.copy or USUAL_COSTS.in_place,
+        links.copy or links.in_place or USUAL_COSTS.copy,
+        cold[1],
+    )
+
+
+def _only(flag: str, name: str | None, known: Mapping[str, _T]) -> tuple[str, _T]:
+    """What is named of these; the only one where nothing is."""
+    if name is None and len(known) == 1:
+        return next(iter(known.items()))
+    if name is None or name not in known:
+        raise ConfigError(flag, f"must be one that the calibration has: {', '.join(known) or 'it has none'}")
+    return name, known[name]
 
 
 def _plan_of(options: argparse.Namespace, trace: Trace, costs: CostModel) -> Plan:

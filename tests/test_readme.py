@@ -38,7 +38,9 @@ def run(source: str, folder: Path) -> str:
 
 def test_the_simulation_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     readme = (ROOT / "README.md").read_text()
-    [(command, shown)] = re.findall(r"```console\n\$ kvpager (simulate .*?)\n(.*?)```", readme, flags=re.DOTALL)
+    [(command, shown)] = re.findall(
+        r"```console\n\$ kvpager (simulate .*?)\n(.*?)```", readme, flags=re.DOTALL
+    )
     assert main([*command.split(), "--jobs", "1"]) == 0
     assert capsys.readouterr().out == shown
 

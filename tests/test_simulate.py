@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from xml.etree import ElementTree
 import pytest
 from kvpager.api.cli import main
 from kvpager.api.simulation import Contender, Kind, Outcome, gap_closed
+from kvpager.kvstore.calibration import Calibration, DeviceCosts, ModelCost
+from kvpager.kvstore.cost import ComputeCost, LinkCost
 from kvpager.kvstore.policy import policy_names
 from kvpager.kvstore.replay import Score
 from kvpager.kvstore.textbook import TEXTBOOK
@@ -88,6 +91,36 @@ def test_costs_that_are_given_are_reckoned_with(chats: str, capsys: pytest.Captu
     assert fast["results"][0]["hit_blocks"] == usual["hit_blocks"]
     # Nothing is worth loading that takes no time to compute.
     assert fast["results"][0]["seconds_saved"] < 0.1 * usual["seconds_saved"]
+
+
+def test_costs_that_were_measured_here_are_reckoned_with(
+    tmp_path: Path, chats: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "calibration.json"
+    link, compute = LinkCost(0.0, 1e-9), ComputeCost(0.0, 1e-3, 0.0)
+    models = {"aa": ModelCost("small", compute), "bb": ModelCost("large", ComputeCost(0.0, 2e-3, 0.0))}
+    cpu = DeviceCosts(link, None, models)
+    Calibration(platform.node(), 0.0, {"disk": link}, {"cpu": cpu, "idle": DeviceCosts()}).write(path)
+    common = (chats, "--beside", "none", "--policy", "lru", "--jobs", "1", "--blocks", "100")
+    problem = "--model: must be one that the calibration has: small, large"
+    assert main(["simulate", *common, "--calibration", str(path)]) == 1
+    assert problem in capsys.readouterr().err
+    Calibration(
+        platform.node(), 0.0, {"disk": link}, {"cpu": replace(cpu, models={"aa": models["aa"]})}
+    ).write(path)
+    answer = answered(capsys, *common, "--calibration", str(path))
+    assert answer["cost"]["source"] == "measured here, of small on cpu and a cold tier on disk"
+    assert answer["cost"]["compute"]["seconds_per_token"] == 1e-3
+    assert (
+        answer["cost"]["copy"]
+        == answer["cost"]["cold"]
+        == {"seconds_per_call": 0.0, "seconds_per_byte": 1e-9}
+    )
+    Calibration("another machine", 0.0).write(path)
+    assert main(["simulate", *common, "--calibration", str(path)]) == 1
+    assert "has nothing that was measured on this machine" in capsys.readouterr().err
+    assert main(["simulate", *common, "--device", "cpu"]) == 1
+    assert "--device: is one of a calibration" in capsys.readouterr().err
 
 
 def test_a_cold_tier_is_told_apart(chats: str, capsys: pytest.CaptureFixture[str]) -> None:
