@@ -240,9 +240,8 @@ def _calibrated(path: str, device: str | None, model: str | None) -> Costs:
     found = read_calibration(Path(path))
     if found is None:
         raise ConfigError("--calibration", f"{path} has nothing that was measured on this machine")
-    device, links = _only(
-        "--device", device, {name: one for name, one in found.devices.items() if one.models}
-    )
+    calibrated = {one: costs for one, costs in found.devices.items() if costs.models}
+    device, links = _only("--device", device, calibrated)
     name, measured = _only("--model", model, {one.name: one for one in links.models.values()})
     cold = min(found.cold.items(), key=lambda one: one[1].seconds_per_byte, default=("", USUAL_COSTS.cold))
     return Costs(

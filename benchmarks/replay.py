@@ -55,7 +55,7 @@ def measured(name: str, trace: Trace, jobs: int) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows of one trace as docs/performance.md has them: a line for each contender, a column for each size."""
+    """Rows of one trace as docs/performance.md has them: a line a contender, a column a size."""
     sizes = list(dict.fromkeys(row["blocks"] for row in rows))
     kinds = {row["policy"]: row["kind"] for row in rows}
     found = {(row["policy"], row["blocks"]): row for row in rows}
