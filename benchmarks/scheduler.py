@@ -20,8 +20,9 @@ from typing import Any, Final
 import numpy as np
 from kvpager.benchmarks.report import write_report
 from kvpager.engine.sampler import SamplingParams
-from kvpager.engine.scheduler import Scheduler, Step
+from kvpager.engine.scheduler import Scheduler
 from kvpager.engine.sequence import Sequence
+from kvpager.engine.step import Step
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.store import TieredStore
 from kvpager.tiers.layout import KVLayout

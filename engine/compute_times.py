@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..kvstore.store import TieredStore
-from .scheduler import Step
+from .step import Step
 
 __all__ = ["learn_compute"]
 

@@ -36,6 +36,7 @@ from ..tiers.settings import (
 )
 from .compute_times import learn_compute
 from .control import Control
+from .line import MOST_PRIORITY
 from .loader import LoadedModel
 from .requests import Prompt, PromptReader, as_params, as_prompts, names_of, params_of
 from .runner import Runner
@@ -45,6 +46,7 @@ from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
 from .sessions import Sessions
 from .sizing import costs_on, default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
 from .text import Texts
+from .waking import Swap
 
 __all__ = ["LLM", "Completion"]
 
@@ -112,6 +114,8 @@ class LLM:
         calibration: the file in which `kvpager bench --calibrate` kept what links and models take here; None:
             the usual one, if it is there (`kvstore.calibration`). The engine refines it by what it measures.
         tenant: salt that keeps this engine's KV apart from other tenants'.
+        swap: what becomes of sequences whose KV is not in the device tier, see `Swap`. The default decides by
+            costs; the others do as other engines do, to compare with. `recompute` goes without host memory.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range; the error names the setting.
@@ -141,6 +145,7 @@ class LLM:
         gate: bool = True,
         calibration: str | Path | None = None,
         tenant: bytes = b"",
+        swap: Swap | str = Swap.ATTEND,
     ) -> None:
         block_size = expect_integer("block_size", block_size, 1)
         device_blocks = _none_or_integer("device_blocks", device_blocks, 1)
@@ -156,6 +161,11 @@ class LLM:
             calibration = expect_path("calibration", calibration)
         tenant = expect_bytes("tenant", tenant)
         expect_choice("policy", policy, policy_names())
+        swap = Swap(expect_choice("swap", swap, [one.value for one in Swap]))
+        if swap is Swap.RECOMPUTE:
+            if host_bytes or host is not None:
+                raise ConfigError("swap", "recompute goes without host memory; give none")
+            host_bytes = 0
         if host is not None:
             for setting, value in (("host_bytes", host_bytes), ("cold", cold)):
                 if value is not None:
@@ -216,6 +226,7 @@ class LLM:
                 step_tokens=step_tokens,
                 load_seconds=load_seconds,
                 gate=gate,
+                swap=swap,
             )
             self._runner = Runner(self._loaded.model, self.store, self.max_tokens, cuda_graphs=cuda_graphs)
             self._prompts = PromptReader(self._loaded)
@@ -277,6 +288,7 @@ class LLM:
         params: SamplingParams | Many[SamplingParams] | None = None,
         *,
         sessions: Many[str | None] | None = None,
+        priority: int = 0,
     ) -> list[Completion]:
         """Answer prompts, as many at once as there is room for.
 
@@ -284,6 +296,7 @@ class LLM:
             prompts: one prompt, or a list of them.
             params: for all, or one for each; None for the defaults.
             sessions: ids of conversations to keep between calls, one for each prompt.
+            priority: of all of them, see `submit`.
 
         Returns:
             one completion for each prompt, in their order. One that no tier had room for says so in its
@@ -301,7 +314,7 @@ class LLM:
         sequences: list[Sequence] = []
         try:
             for prompt, one, name in zip(given, of_each, names, strict=True):
-                sequences.append(self.submit(prompt, one, session=name))
+                sequences.append(self.submit(prompt, one, session=name, priority=priority))
             while any(sequence.state is not SequenceState.FINISHED for sequence in sequences):
                 self.step()
         finally:
@@ -310,9 +323,14 @@ class LLM:
         return [self.completion(sequence) for sequence in sequences]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, session: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        session: str | None = None,
+        priority: int = 0,
     ) -> Iterator[str]:
-        """Answer one prompt piece by piece. Other sequences go on meanwhile.
+        """Answer one prompt piece by piece. Other sequences go on meanwhile. Arguments as of `submit`.
 
         Raises:
             RequestError: as `generate`; or the model has no tokenizer.
@@ -321,7 +339,7 @@ class LLM:
         """
         self._check_open()
         self._check_speaks()
-        sequence = self.submit(prompt, params, session=session)
+        sequence = self.submit(prompt, params, session=session, priority=priority)
         text = self._texts.watch(sequence)
         try:
             while sequence.state is not SequenceState.FINISHED:
@@ -348,26 +366,31 @@ class LLM:
         *,
         session: str | None = None,
         salt: bytes = b"",
+        priority: int = 0,
     ) -> Sequence:
         """Queue a prompt. `step` makes it go on; `completion` tells what became of it.
 
         Args:
             session: id of the conversation that it continues, or begins.
             salt: KV is shared only between requests of the same salt; one that is used once shares none.
+            priority: from -100 to 100. Who has a higher one is put to sleep last, and goes before those that
+                came up to `PRIORITY_SECONDS` earlier for each step between them.
 
         Raises:
             RequestError: the prompt is empty, too long, or not to be understood.
-            ConfigError: `params`, `session` or `salt` is of a wrong type.
+            ConfigError: `params`, `session`, `salt` or `priority` is of a wrong type or out of range.
             ClosedError: the engine is closed.
         """
         self._check_open()
         params = SamplingParams() if params is None else as_params(params)
         if session is not None:
             expect_text("session", session)
+        priority = expect_integer("priority", priority, -MOST_PRIORITY, MOST_PRIORITY)
         root = replace(self._identity, salt=expect_bytes("salt", salt)).root
         tokens = self._prompts.tokens(prompt)
         self._check(tokens, params)
         sequence = self._sequence(tokens, params, session, root)
+        sequence.priority = priority
         self._sessions.check_cold()
         if session is not None:
             sequence.partial_at, sequence.lookup = self._sessions.look_up(session, tokens, root)
@@ -400,6 +423,7 @@ class LLM:
                 f"max_tokens allows {params.max_tokens}"
             )
         twin = self._sequence(prompt, params, None, sequence.root)
+        twin.priority = sequence.priority
         self._scheduler.fork(sequence, twin)
         if params.stop:
             self._texts.watch(twin)

@@ -186,7 +186,7 @@ class ChainLeaves:
         counted = np.zeros_like(self.followers)
         waiting: dict[int, int] = {}
         for name in self.parents[ids].tolist():
-            if name in self._ids:
+            if name and name in self._ids:
                 counted[self._ids[name]] += 1
             elif name:
                 waiting[name] = waiting.get(name, 0) + 1
@@ -204,6 +204,8 @@ def _next_is_parent(names: ShortHashes, parents: ShortHashes) -> _Bools:
 def _after_their_follower(followers: npt.NDArray[np.int32], next_is_parent: _Bools) -> _Bools:
     """bool [n]: which have no follower, or one that stands just before them and may go as well."""
     after = next_is_parent & (followers[1:] == 1)
+    if not followers[0] and np.count_nonzero(after) == len(after):
+        return np.ones(len(followers), dtype=np.bool_)
     run = np.arange(len(followers))
     run[1:][after] = 0
     may_go: _Bools = followers[np.maximum.accumulate(run)] == 0

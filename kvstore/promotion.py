@@ -85,6 +85,16 @@ class Promotions:
             return np.zeros(len(slots), dtype=np.bool_)
         return np.isin(slots, np.concatenate([promotion.slots for promotion in self._all]))
 
+    def wait(self, seconds: float) -> None:
+        """Wait, `seconds` at most, for the copies that were started first."""
+        if self._under_way and (transfer := self._under_way[0].transfer) is not None:
+            try:
+                transfer.wait(seconds)
+            except Exception:
+                if transfer.error is None:
+                    raise
+                # `finish` tells what it failed with, when its blocks are given back.
+
     def start(self, words: Words, names: Sequence[bytes], lineage: Lineage) -> None:
         """Start copying full far blocks, none of them moving.
 

@@ -418,6 +418,14 @@ class TieredStore:
         there = self.pool.generations[blocks] == sleeping.places.device_generations
         return int(np.count_nonzero(there & (self.pool.refs[blocks] == 0)))
 
+    def missing_blocks(self, sleeping: SleepingSequence) -> int:
+        """How many of a sleeping sequence's full blocks are not where they were in the device tier."""
+        self._check_open()
+        expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
+        places = sleeping.places
+        there = self.pool.generations[places.device_blocks] == places.device_generations
+        return len(sleeping.hashes) - int(np.count_nonzero(there))
+
     # Steps
 
     @property
@@ -616,6 +624,64 @@ class TieredStore:
         """How many of a row's blocks lie in host memory."""
         self._check_row(row)
         return int(self._far.counts[row]) if self._far is not None else 0
+
+    def far_to_read(self, row: int) -> int:
+        """How many of a row's blocks its next step reads in host memory.
+
+        All that lie there but a partly filled last one that others may find: it is copied before it is
+        written.
+        """
+        count = self.far_blocks(row)
+        if count and self._tails.shared[row]:
+            last = self.table.words[row, int(self.lengths[row]) // self.layout.block_size]
+            count -= bool(last & FAR)
+        return count
+
+    def brings(self, row: int) -> bool:
+        """Whether blocks of a row are being copied up to the device tier."""
+        self._check_row(row)
+        if self._far is None or self._promotions is None or not self._far.counts[row]:
+            return False
+        words = self.table.row(row)
+        slots = self._far.slots_at(words[(words & FAR) != 0])
+        return bool(self._promotions.are_moving(slots).any())
+
+    def wait_for_promotion(self, seconds: float) -> None:
+        """Wait, `seconds` at most, for blocks that are being copied up; `poll` then has them take effect."""
+        self._check_open()
+        if self._promotions is not None:
+            self._promotions.wait(expect_seconds("seconds", seconds))
+
+    def near_blocks(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Device blocks that each row holds, also those that others hold too, int64 [n]."""
+        near = self.table.counts[rows].astype(np.int64)
+        if self._far is not None:
+            near -= self._far.counts[rows]
+        return near
+
+    def private_blocks(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Device blocks that each row alone holds, int64 [n]: what is free when it sleeps. For a few rows."""
+        counts = self.table.counts[rows]
+        words = self.table.words[rows, : int(counts.max(initial=0))]
+        there = np.arange(words.shape[1]) < counts[:, None]
+        there &= (words & FAR) == 0
+        private = np.zeros(words.shape, dtype=np.bool_)
+        private[there] = self.pool.refs[self._device.blocks_at(words[there])] == 1
+        return private.sum(axis=1, dtype=np.int64)
+
+    def read_in_place(self, rows: npt.NDArray[np.int64]) -> int:
+        """How many blocks of host memory a step of these rows reads where they lie; a shared one counts once.
+
+        Tails that the step writes are no longer there.
+        """
+        if self._far is None:
+            return 0
+        reading = rows[self._far.counts[rows] > 0]
+        if not len(reading):
+            return 0
+        words = np.concatenate([self.table.row(row) for row in reading.tolist()])
+        words = words[(words & FAR) != 0]
+        return len(words) if len(reading) == 1 else len(np.unique(words))
 
     def spill(self, row: int, count: int) -> int:
         """Let go of up to `count` of a running row's own device blocks, oldest first: it reads them far.
