@@ -236,7 +236,7 @@ def _costs_of(options: argparse.Namespace, trace: Trace) -> tuple[CostModel, str
 
 
 def _calibrated(path: str, device: str | None, model: str | None) -> Costs:
-    """What was measured on this machine: of a device and a model that are named, or the only ones there are."""
+    """What was measured on this machine, of a device and a model that are named, or the only ones."""
     found = read_calibration(Path(path))
     if found is None:
         raise ConfigError("--calibration", f"{path} has nothing that was measured on this machine")
