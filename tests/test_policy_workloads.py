@@ -149,7 +149,7 @@ def test_advice_of_an_engine_reaches_its_device_tier_and_host_memory() -> None:
     with HostStore(64 * LAYOUT.block_bytes, policy="s3fifo") as host:
         tiered = TieredStore(LAYOUT, 8, root=bytes(16), host=host, policy="s3fifo")
         size = LAYOUT.block_size
-        rows = [tiered.open(np.arange(size) + at * size) for at in range(3)]
+        rows = [tiered.open(np.arange(size, dtype=np.int32) + at * size) for at in range(3)]
         for at, opened in enumerate(rows):
             one = np.array([opened.row])
             tiered.reserve(one, size)
