@@ -27,7 +27,7 @@ CONVERSATION: Final = "conversation"
 CHATS: Final = "chats"
 SIZES: Final = {
     CONVERSATION: (1_000, 3_000, 10_000, 30_000, 100_000),
-    CHATS: (300, 1_000, 3_000, 10_000, 30_000),
+    CHATS: (300, 1_000, 3_000, 10_000),
 }
 """Blocks of 512 tokens in host memory."""
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE")
     chosen = parser.parse_args()
-    traces = {CONVERSATION: read_trace(chosen.trace), CHATS: chat_trace(ChatTraffic(sessions=8000))}
+    traces = {CONVERSATION: read_trace(chosen.trace), CHATS: chat_trace(ChatTraffic(sessions=2000))}
     rows: list[dict[str, Any]] = []
     for name, trace in traces.items():
         found = measured(name, trace, chosen.jobs)
