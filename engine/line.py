@@ -8,9 +8,7 @@ from typing import Final
 
 from .sequence import Sequence
 
-__all__ = ["MOST_PRIORITY", "PRIORITY_SECONDS", "Line"]
-
-MOST_PRIORITY: Final = 100
+__all__ = ["PRIORITY_SECONDS", "Line"]
 
 PRIORITY_SECONDS: Final = 10.0
 """Who has one priority more goes before those that came up to this much earlier: so nobody waits for ever."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..kvstore.calls import ControlCalls, HostCalls
 from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
-from ..kvstore.policy import DEFAULT_POLICY, policy_names
+from ..kvstore.policy import DEFAULT_POLICY, MOST_PRIORITY, policy_names
 from ..kvstore.store import TieredStore
 from ..tiers.cold import ColdTier, expect_cold_tier, is_open
 from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
@@ -36,13 +36,13 @@ from ..tiers.settings import (
 )
 from .compute_times import learn_compute
 from .control import Control
-from .line import MOST_PRIORITY
 from .loader import LoadedModel
 from .requests import Prompt, PromptReader, as_params, as_prompts, names_of, params_of
 from .runner import Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
+from .session_calls import SessionCalls
 from .sessions import Sessions
 from .sizing import costs_on, default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
 from .text import Texts
@@ -233,6 +233,9 @@ class LLM:
             self._texts = Texts(self._loaded.tokenizer)
             self._sessions = Sessions(
                 self.store, cold, load_seconds, has_cold=cold is not None or host is not None
+            )
+            self._session_calls = SessionCalls(
+                self.store, self._scheduler, self._sessions, self._between_steps
             )
             operators: object = host
             self._control: Control | None = None
@@ -494,6 +497,13 @@ class LLM:
         finally:
             self._driven.release()
 
+    @contextmanager
+    def _between_steps(self, what: str) -> Iterator[None]:
+        """`_driving` for an engine that is open."""
+        self._check_open()
+        with self._driving(what):
+            yield
+
     def completion(self, sequence: Sequence) -> Completion:
         """What became of a finished sequence.
 
@@ -519,6 +529,11 @@ class LLM:
         )
 
     # Sessions
+
+    @property
+    def sessions(self) -> SessionCalls:
+        """The conversations of this engine: where they are, to be put to sleep, woken, brought up ahead."""
+        return self._session_calls
 
     def save_sessions(self) -> int:
         """Keep what is needed to go on with every conversation in another process; returns how many.

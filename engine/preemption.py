@@ -32,6 +32,8 @@ NEARLY_DONE: Final = 16
 _HORIZON: Final = 256
 """Tokens ahead that count for how long blocks would be held: `max_tokens` says at most how many come."""
 _SHORTLIST: Final = 8
+_LAST: Final = np.iinfo(np.int64).max
+"""An id after all others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self, at: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Candidates:
+    def take(self, at: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Candidates:
         """Those at these places."""
         return Candidates(
             self.rows[at],
@@ -113,12 +115,14 @@ def cheapest_sleep(
     """
     if len(candidates) == 1:
         return int(candidates.rows[0])
-    left = candidates.take(_least(_rank(candidates)))
-    if len(left) > 1:
-        left = left.take(_least(left.priorities))
-    if len(left) > _SHORTLIST:
-        prices = _prices(left, left.blocks, cost, below=below)
-        left = left.take(np.argpartition(prices, _SHORTLIST)[:_SHORTLIST].astype(np.int64))
+    prices = _prices(candidates, candidates.blocks, cost, below=below)
+    may_go = _may_go(candidates)
+    prices[~may_go] = np.inf
+    if len(prices) > _SHORTLIST:
+        few = prices.argpartition(_SHORTLIST)[:_SHORTLIST]
+        left = candidates.take(few[may_go[few]])
+    else:
+        left = candidates.take(may_go)
     if len(left) == 1:
         return int(left.rows[0])
     prices = _prices(left, private_blocks(left.rows), cost, below=below)
@@ -126,13 +130,20 @@ def cheapest_sleep(
     return int(left.rows[np.lexsort((-left.ids, prices))[0]])
 
 
-def _rank(candidates: Candidates) -> npt.NDArray[np.int64]:
-    """int64 [n]: those with the least go before all others."""
-    ranks: npt.NDArray[np.int64] = 4 * (candidates.remaining <= NEARLY_DONE)
-    ranks += candidates.steps < LEAST_STEPS
-    highest = np.flatnonzero(candidates.priorities == candidates.priorities.max())
-    ranks[highest[candidates.ids[highest].argmin()]] += 2
-    return ranks
+def _may_go(candidates: Candidates) -> npt.NDArray[np.bool_]:
+    """bool [n]: those among whom the price decides."""
+    priorities = candidates.priorities
+    highest = int(priorities.max())
+    alike = int(priorities.min()) == highest
+    first = candidates.ids if alike else np.where(priorities == highest, candidates.ids, _LAST)
+    ranks = np.zeros(len(candidates), dtype=np.int8)
+    ranks[candidates.remaining <= NEARLY_DONE] = 4
+    ranks[candidates.steps < LEAST_STEPS] += 1
+    ranks[first.argmin()] += 2
+    may_go: npt.NDArray[np.bool_] = ranks == ranks.min()
+    if not alike:
+        may_go &= priorities == priorities[may_go].min()
+    return may_go
 
 
 def _prices(
@@ -145,8 +156,3 @@ def _prices(
     seconds = wake_seconds(blocks, candidates.lengths, cost, below=below)
     freed = blocks * np.minimum(candidates.remaining, _HORIZON)
     return seconds * (1 + candidates.slept) / np.maximum(freed, 1e-3)
-
-
-def _least(values: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    least: npt.NDArray[np.bool_] = values == values.min()
-    return least

@@ -49,6 +49,8 @@ class BlockPool:
         """The copy in host memory, if any: a slot and its generation; generation 0 means none is known."""
         self.moving = np.zeros(capacity, dtype=np.bool_)
         """A copy to host memory is being made: its bytes must stay."""
+        self.lacking = np.zeros(capacity, dtype=np.int32)
+        """Of named blocks, how many tokens each lacks to be full, as far as that is known."""
         self.index: dict[bytes, int] = {}
         self.depths = np.zeros(capacity, dtype=np.int32)
         """Of named blocks, the 1-based index of each in its chain, and"""
@@ -120,6 +122,7 @@ class BlockPool:
         ids: Ids = self._slots.allocate(count)
         self.refs[ids] = 1
         self.host_generations[ids] = 0
+        self.lacking[ids] = 0
         return ids
 
     def evict(self, victims: Ids) -> None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -48,15 +48,18 @@ from .lineage import ChainPlace, Lineage
 from .policy import DEFAULT_POLICY, Ids, Retention
 from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
-from .session import SessionRecord, SleepingSequence, session_key
+from .session import Places, SessionRecord, SleepingSequence, session_key
 from .stats import StoreStats
 from .store_settings import RETENTION_TTL
 from .tables import MOST_ROWS, BlockTable, Words
 from .tails import SharedTails
 
-__all__ = ["Install", "LoadPays", "NamedPrompt", "Opened", "Sharing", "TieredStore"]
+__all__ = ["Install", "LoadPays", "NamedPrompt", "Opened", "Sharing", "TieredStore", "Waste"]
 
 _log = logging.getLogger(__name__)
+
+_MOST_UNPLACED: Final = 64
+"""Sleepers whose copies are looked for: they are made within moments, or there is no room for them."""
 
 LoadPays: TypeAlias = Callable[[Sequence[Run], Sequence[bytes]], bool]
 """Says whether a load pays: what is there of a prompt, of which the last run may be in the cold tier, and the
@@ -93,6 +96,19 @@ class Sharing:
     def saved_blocks(self) -> int:
         """Blocks that there would be more without sharing."""
         return self.words - self.blocks
+
+
+@dataclass(frozen=True)
+class Waste:
+    """Places for tokens in the device tier that are allocated, and how many hold some, in use or cached."""
+
+    places: int
+    tokens: int
+
+    @property
+    def share(self) -> float:
+        """Of what is allocated, that holds nothing."""
+        return 1 - self.tokens / self.places if self.places else 0.0
 
 
 class TieredStore:
@@ -164,6 +180,9 @@ class TieredStore:
         self.space = space_id(layout, shard) if self.host is None else self.host.id
         self._lost: deque[tuple[Ids, Generations]] = deque()
         """Leases that ended though nobody released them, as another thread tells."""
+        self._unplaced: deque[Places] = deque(maxlen=_MOST_UNPLACED)
+        """Of sequences that fell asleep: not all of their copies in host memory were made by then."""
+        self._written_back = 0
         self._closed = False
         self.stats = StoreStats()
         self.costs = CostEstimates(layout.block_size, layout.block_bytes) if costs is None else costs
@@ -375,10 +394,11 @@ class TieredStore:
             length=length,
             tail=chains.tail(row, length),
             extra_keys=chains.extra_keys(row),
-            partial=self._keep_partial(row, length) if keep_tail else None,
-            places=self._attacher.places(self.table.row(row)[:full]),
+            partial=(partial := self._keep_partial(row, length) if keep_tail else None),
+            places=self._attacher.places(self.table.row(row)[: full + (partial is not None)]),
         )
         self._close_row(row)
+        self._unplaced.append(sleeping.places)
         self._device.start_write_back()
         self.stats.slept += 1
         return sleeping
@@ -402,13 +422,39 @@ class TieredStore:
         self._chains.start(row, sleeping.root, sleeping.hashes, sleeping.extra_keys)
         self._chains.set_tail(row, sleeping.tail)
         try:
-            found = self._attacher.find_again(row, sleeping.places, sleeping.hashes)
+            names = sleeping.hashes
+            if sleeping.partial is not None:
+                names = (*names, sleeping.partial)
+            found = self._attacher.find_again(row, sleeping.places, names)
             opened = self._attach(row, found, sleeping.hashes, sleeping.partial_block, cold_deadline)
         except BaseException:
             self._close_row(row)
             raise
         self.stats.woken += 1
         return opened
+
+    def prefetch(self, sleeping: SleepingSequence) -> int:
+        """Start copying a sleeping sequence's blocks from host memory to device blocks that are free.
+
+        They are found there when it wakes, unless others want the room before.
+
+        Returns:
+            how many blocks were started.
+        """
+        self._check_open()
+        expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
+        free = self.pool.free
+        if self._promotions is None or not free or not self.table.free_rows:
+            return 0
+        row = self.table.take_row()
+        try:
+            self._chains.start(row, sleeping.root, sleeping.hashes, sleeping.extra_keys)
+            found = self._attacher.find_again(row, sleeping.places, sleeping.hashes)
+            self._attacher.find(row, sleeping.hashes, 0.0, found)
+            self.lengths[row] = found.blocks * self.layout.block_size
+            return self.promote(row, free)
+        finally:
+            self._close_row(row)
 
     def cached_blocks(self, sleeping: SleepingSequence) -> int:
         """How many of `available_blocks` waking a sequence would hold again."""
@@ -422,9 +468,10 @@ class TieredStore:
         """How many of a sleeping sequence's full blocks are not where they were in the device tier."""
         self._check_open()
         expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
-        places = sleeping.places
-        there = self.pool.generations[places.device_blocks] == places.device_generations
-        return len(sleeping.hashes) - int(np.count_nonzero(there))
+        full = len(sleeping.hashes)
+        blocks = sleeping.places.device_blocks[:full]
+        there = self.pool.generations[blocks] == sleeping.places.device_generations[:full]
+        return full - int(np.count_nonzero(there))
 
     # Steps
 
@@ -519,6 +566,11 @@ class TieredStore:
             self._promotions.abandon_install()
             self._promotions.finish()
         self._device.poll()
+        if self._unplaced and self.stats.written_back != self._written_back:
+            self._written_back = self.stats.written_back
+            for places in list(self._unplaced):
+                if self._attacher.place_copies(places):
+                    self._unplaced.remove(places)
 
     def take_lost_rows(self) -> list[int]:
         """Rows that read in host memory what is no longer leased, as a sidecar told since.
@@ -667,7 +719,8 @@ class TieredStore:
         there &= (words & FAR) == 0
         private = np.zeros(words.shape, dtype=np.bool_)
         private[there] = self.pool.refs[self._device.blocks_at(words[there])] == 1
-        return private.sum(axis=1, dtype=np.int64)
+        blocks: npt.NDArray[np.int64] = private.sum(axis=1, dtype=np.int64)
+        return blocks
 
     def read_in_place(self, rows: npt.NDArray[np.int64]) -> int:
         """How many blocks of host memory a step of these rows reads where they lie; a shared one counts once.
@@ -732,6 +785,20 @@ class TieredStore:
         """
         self._check_open()
         return self._device.evict(expect_integer("count", count, 0))
+
+    def waste(self) -> Waste:
+        """How much of the device tier is allocated and holds nothing: last blocks' ends, copies under way."""
+        self._check_open()
+        size = self.layout.block_size
+        held = np.zeros(self.pool.capacity, dtype=np.int64)
+        named = self.pool.named(np.arange(self.pool.capacity, dtype=np.int32))
+        held[named] = size - self.pool.lacking[named]
+        for row in self.table.rows_in_use.tolist():
+            words = self.table.row(row)
+            near = np.flatnonzero((words & FAR) == 0)
+            blocks = self._device.blocks_at(words[near])
+            held[blocks] = np.maximum(held[blocks], (self.lengths[row] - near * size).clip(0, size))
+        return Waste((self.pool.capacity - self.pool.free) * size, int(held.sum()))
 
     def sharing(self) -> Sharing:
         """How much of what the block tables hold is held by several rows."""
@@ -905,23 +972,24 @@ class TieredStore:
         The blocks of `found` are attached already.
         """
         size = self.layout.block_size
-        self._attacher.find(row, hashes, cold_deadline, found)
-        count = found.blocks
-        in_device, in_host, in_cold = (blocks * size for blocks in (found.device, found.host, found.cold))
-        length = count * size
-        if partial is not None and count == partial.length // size:
-            before = found.device, found.host
-            self._attacher.find(row, (*hashes[:count], partial.name), cold_deadline, found)
-            if found.blocks > count:
-                self._tails.shared[row] = True
-                filled = partial.length - length
-                length = partial.length
-                if found.device > before[0]:
-                    in_device += filled
-                elif found.host > before[1]:
-                    in_host += filled
-                else:
-                    in_cold += filled
+        if found.blocks > len(hashes):  # the partly filled one, too, where it was
+            far = bool(self.table.words[row, len(hashes)] & FAR)
+            full = Found(found.device - (not far), found.host - far, found.cold)
+        else:
+            self._attacher.find(row, hashes, cold_deadline, found)
+            full = replace(found)
+            if partial is not None and full.blocks == partial.length // size:
+                names = (*hashes[: full.blocks], partial.name)
+                self._attacher.find(row, names, cold_deadline, found)
+        length = full.blocks * size
+        in_device, in_host, in_cold = full.device * size, full.host * size, full.cold * size
+        if partial is not None and found.blocks > full.blocks:
+            self._tails.shared[row] = True
+            filled = partial.length - length
+            length = partial.length
+            in_device += filled * (found.device - full.device)
+            in_host += filled * (found.host - full.host)
+            in_cold += filled * (found.cold - full.cold)
         self.lengths[row] = length
         self.stats.device_hits += found.device
         self.stats.host_hits += found.host
@@ -940,6 +1008,7 @@ class TieredStore:
                 column = length // self.layout.block_size
                 place = ChainPlace.at(self._chains.hashes(row), column)
                 self._device.publish(block, [name], Lineage.of_chain([name], place))
+                self.pool.lacking[block] = -length % self.layout.block_size
         return name
 
     def _publish(

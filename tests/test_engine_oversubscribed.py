@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kvpager.engine.llm import LLM
 from kvpager.engine.sampler import SamplingParams
-from kvpager.engine.sequence import FinishReason, Sequence, SequenceState
+from kvpager.engine.sequence import FinishReason, Sequence
 from kvpager.engine.waking import Swap
 from kvpager.tests.engine_cases import (
     SIZE,
@@ -18,11 +18,13 @@ from kvpager.tests.engine_cases import (
     Tokens,
     check,
     check_nothing_is_held,
+    evict_host,
     finish,
     make_case,
     maker,
 )
-from kvpager.tiers.errors import ConfigError
+from kvpager.tiers.cold_disk import DiskColdTier
+from kvpager.tiers.errors import ConfigError, RequestError
 
 SESSIONS = 40
 PROMPT = 6 * SIZE
@@ -81,48 +83,6 @@ def test_two_turns_of_many_sessions_are_as_with_room_for_all(
     check_nothing_is_held(llm)
 
 
-@pytest.mark.parametrize("swap", Swap)
-def test_every_session_makes_progress(swap: Swap, make_llm: MakeLLM, prompts: list[list[int]]) -> None:
-    """Nobody waits longer than it takes the others to end."""
-    llm = make_llm(**settings(swap))
-    sequences = [llm.submit(prompt, replace(PARAMS, max_tokens=100)) for prompt in prompts[:10]]
-    known = {one.id: len(one.tokens) for one in sequences}
-    waited = dict.fromkeys(known, 0)
-    longest = 0
-    while any(one.state is not SequenceState.FINISHED for one in sequences):
-        llm.step()
-        for one in sequences:
-            count = len(llm.scheduler.tokens_of(one))
-            waited[one.id] = 0 if count > known[one.id] else waited[one.id] + 1
-            known[one.id] = count
-            if one.state is not SequenceState.FINISHED:
-                longest = max(longest, waited[one.id])
-    assert all(one.finish_reason is FinishReason.LENGTH for one in sequences)
-    assert longest < 10 * 100
-    check_nothing_is_held(llm)
-
-
-def test_turns_let_those_begin_who_would_wait_for_the_end_of_others(
-    make_llm: MakeLLM, prompts: list[list[int]]
-) -> None:
-    def first_tokens(swap: Swap) -> tuple[int, LLM]:
-        """After how many steps everybody had a token."""
-        llm = make_llm(**{**settings(swap), "device_blocks": 40})
-        sequences = [llm.submit(prompt, replace(PARAMS, max_tokens=240)) for prompt in prompts[:7]]
-        steps = 0
-        while any(one.first_token_at is None for one in sequences):
-            llm.step()
-            steps += 1
-        finish(llm, sequences)
-        return steps, llm
-
-    turns, llm = first_tokens(Swap.ATTEND)
-    others, _ = first_tokens(Swap.COPY)
-    assert llm.scheduler.stats.turns > 0
-    assert turns < others
-    check_nothing_is_held(llm)
-
-
 def test_higher_priorities_go_first_and_lower_ones_still_end(
     make_llm: MakeLLM, prompts: list[list[int]]
 ) -> None:
@@ -161,3 +121,94 @@ def test_settings_that_contradict_are_refused(
     with pytest.raises(ConfigError, match="swap"):
         make_llm(**{"swap": "recompute", **more})
     assert make_llm(swap="recompute", host_bytes=None).host is None
+
+
+def test_a_session_is_put_to_sleep_and_woken_by_its_name(
+    make_llm: MakeLLM, prompts: list[list[int]], undisturbed: list[Tokens]
+) -> None:
+    llm = make_llm()
+    one = llm.submit(prompts[0], PARAMS, session="one")
+    for _ in range(5):
+        llm.step()
+    llm.sessions.sleep("one")
+    assert llm.sessions.info("one").state == "held"
+    for _ in range(5):
+        llm.step()
+    assert llm.sessions.info("one").state == "held"
+    llm.sessions.wake("one")
+    assert finish(llm, [one])[0].token_ids == undisturbed[0][:ANSWER]
+    info = llm.sessions.info("one")
+    assert (info.state, info.tokens) == ("idle", length_of(prompts[0]))
+    assert info.device_bytes == info.bytes
+    with pytest.raises(RequestError, match="no session 'two'"):
+        llm.sessions.wake("two")
+
+
+def length_of(prompt: list[int]) -> int:
+    """Tokens of a session whose KV is there after one answer: the last one was never computed."""
+    return len(prompt) + ANSWER - 1
+
+
+def test_a_session_whose_user_is_typing_is_in_the_device_tier_before_the_request_comes(
+    make_llm: MakeLLM, prompts: list[list[int]], undisturbed: list[Tokens], tmp_path: Path
+) -> None:
+    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    first = llm.generate([prompts[0]], PARAMS, sessions=["one"])[0]
+    evict_host(llm)
+    assert llm.sessions.info("one").device_bytes == llm.sessions.info("one").host_bytes == 0
+    blocks = length_of(prompts[0]) // SIZE
+    assert llm.sessions.prefetch("one").host > 0
+    for _ in range(500):
+        if llm.sessions.info("one").host_bytes == llm.sessions.info("one").bytes:
+            break
+        llm.step()
+    assert llm.sessions.prefetch("one").device == blocks
+    llm.store.poll()
+    llm.store.poll()
+    talk = prompts[0] + list(first.token_ids)
+    second = llm.generate([talk], PARAMS, sessions=["one"])[0]
+    assert second.token_ids == undisturbed[0][ANSWER:]
+    assert second.cached.device >= blocks * SIZE
+    check(llm)
+    check_nothing_is_held(llm)
+
+
+def test_a_prefetch_takes_no_room_from_anybody(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    llm = make_llm(**settings(Swap.ATTEND))
+    names = [str(number) for number in range(12)]
+    llm.generate(prompts[:12], PARAMS, sessions=names)
+    cached = llm.store.pool.cached
+    assert not llm.store.pool.free or llm.sessions.prefetch("0").device <= llm.store.pool.free
+    llm.store.poll()
+    assert llm.store.pool.cached >= cached
+    check(llm)
+
+
+def test_sessions_that_are_expected_back_are_kept_before_those_that_are_not(
+    make_llm: MakeLLM, prompts: list[list[int]]
+) -> None:
+    llm = make_llm(device_blocks=200)
+    llm.generate(prompts[:4], PARAMS, sessions=["a", "b", "c", "d"])
+    assert llm.sessions.expect("a", 30.0) > 0
+    assert llm.sessions.expect("b", None) > 0
+    names = {one.name for one in llm.sessions.list()}
+    assert names == {"a", "b", "c", "d"}
+    assert len(llm.sessions) == 4
+    with pytest.raises(ConfigError, match="seconds"):
+        llm.sessions.expect("a", -1.0)
+
+
+def test_waste_is_what_is_allocated_and_holds_nothing(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
+    llm = make_llm(device_blocks=200)
+    assert llm.store.waste().share == 0.0
+    one = llm.submit(prompts[0], PARAMS, session="one")
+    for _ in range(4):
+        llm.step()
+    waste = llm.store.waste()
+    length = len(llm.scheduler.tokens_of(one)) - 1
+    assert waste.tokens == length
+    assert waste.places == -(-length // SIZE) * SIZE
+    finish(llm, [one])
+    # Its partly filled block is kept too, and counts with the tokens that it holds.
+    assert llm.store.waste().tokens == length_of(prompts[0])
+    assert llm.store.waste().share < SIZE / length_of(prompts[0])

@@ -220,33 +220,36 @@ def test_pins_and_hints_go_through_a_sidecar(host: HostStore, tmp_path: Path) ->
 
 
 def test_advice_on_keeping_blocks_goes_through_a_sidecar(tmp_path: Path) -> None:
+    hashes = [bytes([at]) * 16 for at in range(40)]
     with HostStore(8 * SIZE, extent_bytes=EXTENT, policy="s3fifo") as host:
         assert host.arena.wait_ready(2, timeout=30.0)
         with Running(tmp_path / "socket", host) as running, RawClient(running.path) as client:
             number = client.open()
-            store(client, number, 0, 6)
             with connect(str(running.path)) as connection:
                 space = connection.space(LAYOUT)
-                assert space.hint(names(0, 1), wanted=True, retention=Retention(will_return=60.0)) == 1
+                assert space.put(hashes[:6], np.zeros((6, SIZE), np.uint8)) == 6
+                assert space.hint(hashes[:1], wanted=True, retention=Retention(will_return=60.0)) == 1
                 with pytest.raises(ConfigError, match="retention: "):
-                    space.hint(names(0, 1), wanted=True, retention={"priority": 1})  # type: ignore[arg-type]
+                    space.hint(hashes[:1], wanted=True, retention={"priority": 1})  # type: ignore[arg-type]
 
-            async def ask() -> int:
-                async with await connect_async(str(running.path)) as connection:
-                    space = await connection.space(LAYOUT)
-                    advice = Retention(priority=5, ttl=60.0)
-                    return await space.hint(names(1, 1), wanted=True, retention=advice)
+                async def ask() -> int:
+                    async with await connect_async(str(running.path)) as another:
+                        advice = Retention(priority=5, ttl=60.0)
+                        opened = await another.space(LAYOUT)
+                        return await opened.hint(hashes[1:2], wanted=True, retention=advice)
 
-            assert asyncio.run(ask()) == 1
-            # What a later client may say beside is passed over; one that says nothing is an earlier one.
-            later = {"about_to_finish": True, "colour": "green"}
-            assert client.call(Hint(number, names(2, 1), True, later), Count).count == 1
-            assert client.call(Hint(number, names(3, 1), True), Count).count == 1
-            with pytest.raises(ConfigError, match="priority: "):
-                client.call(Hint(number, names(3, 1), True, {"priority": "high"}))
-            for at in range(10, 30):
-                store(client, number, at, 1)
-        assert resident(host.space(LAYOUT), *range(6)) == [0, 1, 2]
+                assert asyncio.run(ask()) == 1
+                # What a later client says beside is passed over; one that says nothing may be an earlier one.
+                later = {"about_to_finish": True, "colour": "green"}
+                assert client.call(Hint(number, tuple(hashes[2:3]), True, later), Count).count == 1
+                assert client.call(Hint(number, tuple(hashes[3:4]), True), Count).count == 1
+                with pytest.raises(ConfigError, match="priority: "):
+                    client.call(Hint(number, tuple(hashes[3:4]), True, {"priority": "high"}))
+                for at in range(10, 40):
+                    assert space.put(hashes[at : at + 1], np.zeros((1, SIZE), np.uint8)) == 1
+        known = host.space(LAYOUT)
+        there = [at for at in range(6) if len(known.lease_resident(hashes[at : at + 1]))]
+        assert there == [0, 1, 2]
         host.check_integrity()
 
 

@@ -665,7 +665,8 @@ def test_weights_are_those_of_the_policy_and_go_with_it(running: Running, operat
 
     def order() -> list[int]:
         policy = known._records._policy
-        return policy.coldest(len(policy)).tolist()
+        ranked: list[int] = policy.coldest(len(policy)).tolist()
+        return ranked
 
     before = order()
     weights = {"small_share": 0.2}
