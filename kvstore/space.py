@@ -236,7 +236,7 @@ class HostSpace(SlotSpace):
         with self._shared.lock():
             self._shared.check_open()
             good = self._records.committed(slots, generations)
-            self._records.take_leases(slots if good.all() else slots[good])
+            self._records.take_leases(slots[good])
             return good
 
     def release(self, slots: Ids, generations: Generations) -> None:
