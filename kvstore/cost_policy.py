@@ -1,17 +1,18 @@
-"""The `cost` policy: what a place is worth, in seconds that are expected to be saved for each that it is taken.
+"""The `cost` policy: what a place is worth, in seconds expected to be saved for each that it is taken.
 
 Runs are ranked (`runs`): stretches of chains that were last used together. Each use is of a kind: how many
 turns its conversation had, the gap before this one, how many blocks of the prompt nobody asked for before.
 What others share is of a kind by its own uses and gap, and the last block of a prompt, which may be filled
-only in part, is of its own where it turns out to come back less. What a run is worth follows from how uses of
-its kind came back (`return_times`), from its age, from advice, and from what losing a block costs.
+only in part, is of its own where it turns out to come back less. What a run is worth follows from how uses
+of its kind came back (`return_times`), from its age, from advice, and from what losing a block costs.
 
-Ghosts remember of blocks that are not here of which run their last use was: so a conversation that was evicted
-is known when it returns, and that it did is learned. They are entries of a table by hash, and one that another
-displaced is told by its neighbours in the chain. (Ghosts: "ARC", Megiddo and Modha, FAST 2003.)
+Ghosts remember of blocks that are not here of which run their last use was: so a conversation that was
+evicted is known when it returns, and that it did is learned. They are entries of a table by hash, and one
+that another displaced is told by its neighbours in the chain. (Ghosts: "ARC", Megiddo and Modha, FAST
+2003.)
 
-A newcomer gets a place only if it is worth no less than what would go for it. A run goes from its end, block
-by block, and no block before those that follow it, as far as these are known.
+A newcomer gets a place only if it is worth no less than what would go for it. A run goes from its end,
+block by block, and no block before those that follow it, as far as these are known.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """How soon blocks that were used in some way are used again, learned while serving; what a place is worth.
 
 Each use of a stretch of blocks is of a *kind*: a small number for what could be seen of it (how many turns
-its conversation had, how long these took, and so on). Of every kind the share that is used again within some
-time is estimated as survival is in medicine (Kaplan and Meier, 1958): of those that were seen for so long and
-were not used yet, how many were used in the next moment. So what was evicted counts as what stays: it is only
-to be seen when it is asked for again.
+its conversation had, how long these took, and so on). Of every kind the share that is used again within
+some time is estimated as survival is in medicine (Kaplan and Meier, 1958): of those that were seen for so
+long and were not used yet, how many were used in the next moment. So what was evicted counts as what stays:
+it is only to be seen when it is asked for again.
 
 From that comes the worth of a place that a block of some kind and age has: uses to be expected until some
 later age, over the time that the place is taken until then, for the age at which this is most. That is the
 index of Gittins (1979) for a job that may be dropped at any time; "LHD: improving cache hit rate by
-maximizing hit density" (Beckmann, Chen and Cidon, NSDI 2018) ranks by the same ratio without the choice of the
-age. It rises while people usually think, and falls when who was to come back should have been there.
+maximizing hit density" (Beckmann, Chen and Cidon, NSDI 2018) ranks by the same ratio without the choice of
+the age. It rises while people usually think, and falls when who was to come back should have been there.
 
-What is seldom seen is told by what is like it: kinds are grouped, coarser and coarser, and a group speaks for
-its kinds as if it were a few observations of each.
+What is seldom seen is told by what is like it: kinds are grouped, coarser and coarser, and a group speaks
+for its kinds as if it were a few observations of each.
 """
 
 from __future__ import annotations
@@ -119,9 +119,10 @@ class ReturnTimes:
     def index(self, kinds: _Kinds, ages: _Floats) -> _Floats:
         """Uses per second of a place: what blocks of these kinds and ages are worth."""
         bins = _bins(ages)
-        worth = self.worth[kinds, bins]
+        worth: _Floats = self.worth[kinds, bins]
         part = np.minimum((ages - _EDGES[bins]) / _WIDTHS[bins], 1.0)
-        return worth + part * (self.worth[kinds, np.minimum(bins + 1, _BINS - 1)] - worth)
+        worth += part * (self.worth[kinds, np.minimum(bins + 1, _BINS - 1)] - worth)
+        return worth
 
     def apart(self, one: int, other: int) -> bool:
         """Whether blocks of the first kind come back much less than those of the other."""
