@@ -1,0 +1,136 @@
+"""Which slot holds the block before each in its chain: so that no block goes before those that follow it.
+
+Links are by slot. Each names the block that it leads to beside its slot, so that one whose block is gone
+leads nowhere, and nobody need look for those that led there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..tiers.errors import IntegrityError
+from .lineage import ShortHashes
+
+__all__ = ["ChainLinks"]
+
+_Places = npt.NDArray[np.intp]
+_SLOT_BITS: Final = 31
+_SLOT: Final = (1 << _SLOT_BITS) - 1
+_FEW: Final = 8
+
+
+class ChainLinks:
+    """Links between the blocks of a tier.
+
+    Args:
+        capacity: slots are below it.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._self = np.zeros(capacity, dtype=np.int64)
+        """Of each slot a number that only its present block has; 0: it has none."""
+        self._up = np.zeros(capacity, dtype=np.int64)
+        """Of each slot that number of the block before its own; 0: not known."""
+        self._children = np.zeros(capacity, dtype=np.int32)
+        """Of each slot how many blocks here follow its own."""
+        self._joined = 0
+
+    def resize(self, capacity: int) -> None:
+        """Slots are below this from now on. There are never fewer than before."""
+        for name in ("_self", "_up", "_children"):
+            field = getattr(self, name)
+            more = np.zeros(max(0, capacity - len(field)), dtype=field.dtype)
+            setattr(self, name, np.concatenate([field, more]))
+
+    def here(self, slots: _Places) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of these slots have a block."""
+        here: npt.NDArray[np.bool_] = self._self[slots] > 0
+        return here
+
+    def join(
+        self,
+        slots: _Places,
+        names: ShortHashes,
+        parents: ShortHashes,
+        find: Callable[[ShortHashes], _Places],
+    ) -> None:
+        """Blocks come, to slots that have none.
+
+        Args:
+            names, parents: as of `BlockFacts`.
+            find: tells the slots of blocks by name, plus one; 0: they are not here.
+        """
+        self._joined += 1
+        mine = slots | (self._joined << _SLOT_BITS)
+        self._self[slots] = mine
+        follows = parents[1:] == names[:-1]
+        up = np.zeros(len(slots), dtype=np.int64)
+        up[1:] = mine[:-1] * follows
+        self._children[slots[:-1]] = follows
+        if parents.item(0) or np.count_nonzero(follows) < len(follows):
+            others = np.flatnonzero((up == 0) & (parents != 0))
+            found = find(parents[others])
+            others, found = others[found > 0], found[found > 0] - 1
+            up[others] = self._self[found]
+            np.add.at(self._children, found, 1)
+        self._up[slots] = up
+
+    def leave(self, slots: _Places) -> None:
+        """The blocks in these slots go."""
+        outside = self.outside(slots)
+        if len(outside) <= _FEW:
+            for parent in outside.tolist():
+                self._children[parent] -= 1
+        else:
+            np.subtract.at(self._children, outside, 1)
+        self._self[slots] = 0
+        self._up[slots] = 0
+        self._children[slots] = 0
+
+    def outside(self, slots: _Places) -> _Places:
+        """The slots of the blocks before these, but for those that stand just after one that follows them."""
+        up = self._up[slots]
+        if np.count_nonzero(up[:-1] == self._self[slots[1:]]) == len(slots) - 1:
+            up = up[-1:]
+        else:
+            up = np.append(up[:-1][up[:-1] != self._self[slots[1:]]], up[-1])
+        parents = up & _SLOT
+        valid = (up > 0) & (self._self[parents] == up)
+        return parents if valid.all() else parents[valid]
+
+    def follow(self, slots: _Places) -> npt.NDArray[np.bool_]:
+        """bool [n - 1]: which of these, but for the first, hold the block after that of the one before."""
+        follow: npt.NDArray[np.bool_] = self._up[slots[1:]] == self._self[slots[:-1]]
+        return follow
+
+    def before(self, slot: int) -> int | None:
+        """The slot of the block before this one's; None: it is not here, or not known."""
+        up = self._up.item(slot)
+        return up & _SLOT if up and self._self.item(up & _SLOT) == up else None
+
+    def free(self, slots: _Places, gone: dict[int, int]) -> _Places:
+        """The leading ones of these, a chain from its end, that nothing follows but those before them.
+
+        Args:
+            gone: how many of those that follow each slot's block are to go already.
+        """
+        children = self._children[slots]
+        children[1:] -= self._up[slots[:-1]] == self._self[slots[1:]]
+        for at in children.nonzero()[0].tolist():
+            if children.item(at) > gone.get(slots.item(at), 0):
+                return slots[:at]
+        return slots
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` if the bookkeeping does not agree with itself."""
+        up = self._up[self._up > 0]
+        parents = up[self._self[up & _SLOT] == up] & _SLOT
+        if not np.array_equal(np.bincount(parents, minlength=len(self._self)), self._children):
+            raise IntegrityError("cost: a slot does not have as many children as it counts")
+        here = self._self > 0
+        if self._up[~here].any() or self._children[~here].any():
+            raise IntegrityError("cost: a block that is not here has a parent or children")
