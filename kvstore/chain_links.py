@@ -6,7 +6,8 @@ leads nowhere, and nobody need look for those that led there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
@@ -20,7 +21,7 @@ __all__ = ["ChainLinks"]
 _Places = npt.NDArray[np.intp]
 _SLOT_BITS: Final = 31
 _SLOT: Final = (1 << _SLOT_BITS) - 1
-_FEW: Final = 8
+_FIRST: Final = np.zeros(1, dtype=np.intp)
 
 
 class ChainLinks:
@@ -51,6 +52,10 @@ class ChainLinks:
         here: npt.NDArray[np.bool_] = self._self[slots] > 0
         return here
 
+    def any_here(self, slots: _Places) -> bool:
+        """Whether one of these slots has a block."""
+        return np.count_nonzero(self._self[slots]) > 0
+
     def join(
         self,
         slots: _Places,
@@ -67,40 +72,50 @@ class ChainLinks:
         self._joined += 1
         mine = slots | (self._joined << _SLOT_BITS)
         self._self[slots] = mine
-        follows = parents[1:] == names[:-1]
         up = np.zeros(len(slots), dtype=np.int64)
-        up[1:] = mine[:-1] * follows
-        self._children[slots[:-1]] = follows
-        if parents.item(0) or np.count_nonzero(follows) < len(follows):
+        if parents[1:].tobytes() == names[:-1].tobytes():
+            up[1:] = mine[:-1]
+            self._children[slots[:-1]] = 1
+            others = _FIRST if parents.item(0) else None
+        else:
+            follows = parents[1:] == names[:-1]
+            up[1:] = mine[:-1] * follows
+            self._children[slots[:-1]] = follows
             others = np.flatnonzero((up == 0) & (parents != 0))
+        if others is not None:
             found = find(parents[others])
             others, found = others[found > 0], found[found > 0] - 1
             up[others] = self._self[found]
             np.add.at(self._children, found, 1)
         self._up[slots] = up
 
-    def leave(self, slots: _Places) -> None:
-        """The blocks in these slots go."""
-        outside = self.outside(slots)
-        if len(outside) <= _FEW:
-            for parent in outside.tolist():
-                self._children[parent] -= 1
-        else:
-            np.subtract.at(self._children, outside, 1)
+    def leave(self, slots: _Places, outside: Mapping[int, int] | None = None) -> None:
+        """The blocks in these slots go.
+
+        Args:
+            outside: of slots whose blocks these follow, how many of them do, but for those that stand just
+                before such a slot in `slots`: as of `free`; None: it is not known.
+        """
+        if outside is None:
+            up = self._up[slots]
+            outside = Counter(self._outside(up, up[:-1] == self._self[slots[1:]]))
+        for parent, number in outside.items():
+            self._children[parent] -= number
         self._self[slots] = 0
         self._up[slots] = 0
         self._children[slots] = 0
 
-    def outside(self, slots: _Places) -> _Places:
-        """The slots of the blocks before these, but for those that stand just after one that follows them."""
-        up = self._up[slots]
-        if np.count_nonzero(up[:-1] == self._self[slots[1:]]) == len(slots) - 1:
-            up = up[-1:]
-        else:
-            up = np.append(up[:-1][up[:-1] != self._self[slots[1:]]], up[-1])
-        parents = up & _SLOT
-        valid = (up > 0) & (self._self[parents] == up)
-        return parents if valid.all() else parents[valid]
+    def _outside(self, up: npt.NDArray[np.int64], inside: npt.NDArray[np.bool_]) -> list[int]:
+        """The slots of the blocks that some slots follow, but for those that stand just after one of these.
+
+        Args:
+            up, inside: of these slots; bool [n - 1]: of all but the last, whether it leads to the next one.
+        """
+        links = [up.item(-1)]
+        if np.count_nonzero(inside) < len(inside):
+            links += up[:-1][~inside].tolist()
+        is_here = self._self.item
+        return [link & _SLOT for link in links if link and is_here(link & _SLOT) == link]
 
     def follow(self, slots: _Places) -> npt.NDArray[np.bool_]:
         """bool [n - 1]: which of these, but for the first, hold the block after that of the one before."""
@@ -116,13 +131,21 @@ class ChainLinks:
         """The leading ones of these, a chain from its end, that nothing follows but those before them.
 
         Args:
-            gone: how many of those that follow each slot's block are to go already.
+            gone: how many of those that follow each slot's block are to go already; these will be among them.
         """
+        up = self._up[slots]
+        inside = up[:-1] == self._self[slots[1:]]
         children = self._children[slots]
-        children[1:] -= self._up[slots[:-1]] == self._self[slots[1:]]
-        for at in children.nonzero()[0].tolist():
-            if children.item(at) > gone.get(slots.item(at), 0):
-                return slots[:at]
+        children[1:] -= inside
+        if np.count_nonzero(children):
+            for at in children.nonzero()[0].tolist():
+                if children.item(at) > gone.get(slots.item(at), 0):
+                    if at == 0:
+                        return slots[:0]
+                    slots, up, inside = slots[:at], up[:at], inside[: at - 1]
+                    break
+        for parent in self._outside(up, inside):
+            gone[parent] = gone.get(parent, 0) + 1
         return slots
 
     def check_integrity(self) -> None:

@@ -111,8 +111,26 @@ class _Found(NamedTuple):
 _NOTHING_FOUND: Final = _Found(np.empty(0, dtype=np.int32), _NONE, [])
 
 
+class _Going(NamedTuple):
+    """What goes."""
+
+    at: Places
+    before: Parts
+    """The stretches of their standings."""
+    parents: dict[int, int] | None
+    """As of `ChainLinks.leave`."""
+
+
+def _some_new(before: Parts) -> bool:
+    """Whether slots of these stretches of standings are of no run."""
+    return 0 in [standing for _, _, standing in before]
+
+
 def _of_runs(before: Parts) -> Parts:
     """The same stretches of standings by their runs: those of a run that follow each other are one."""
+    if len(before) == 1:
+        begin, end, standing = before[0]
+        return [(begin, end, standing >> 1)]
     merged: Parts = []
     for begin, end, standing in before:
         run = standing >> 1
@@ -206,10 +224,11 @@ class CostPolicy:
             at = ids.astype(np.intp)
             self._latest = at.item(-1)
             standing = self._runs.standing[at]
-            if np.count_nonzero(standing) < len(at):
+            before = stretches(standing)
+            if _some_new(before):
                 self._place(at[standing == 0], ranked=False)
-                standing = self._runs.standing[at]
-            self._found = _Found(ids, at, stretches(standing))
+                before = stretches(self._runs.standing[at])
+            self._found = _Found(ids, at, before)
 
     def missed(self, facts: BlockFacts) -> None:
         if len(facts) == 0:
@@ -358,7 +377,7 @@ class CostPolicy:
         self._settle()
         self._changes += 1
         at = ids.astype(np.intp)
-        if np.count_nonzero(self._links.here(at)):
+        if self._links.any_here(at):
             self.forget(ids)
         ghosts, names = self._ghosts, facts.names
         places = ghosts.places(names)
@@ -376,8 +395,12 @@ class CostPolicy:
         """Runs of slots in the order of their chains that have none yet; whether these may go."""
         runs, links = self._runs, self._links
         like = self._like[at]
-        breaks = ((like[1:] != like[:-1]) | ~links.follow(at)).nonzero()[0] + 1
-        cuts = [0, *breaks.tolist(), len(at)]
+        follow = links.follow(at)
+        if len(stretches(like)) == 1 and np.count_nonzero(follow) == len(follow):
+            cuts = [0, len(at)]
+        else:
+            breaks = ((like[1:] != like[:-1]) | ~follow).nonzero()[0] + 1
+            cuts = [0, *breaks.tolist(), len(at)]
         parts = []
         for begin, end in pairwise(cuts):
             of = runs.with_tag(like.item(begin))
@@ -399,13 +422,13 @@ class CostPolicy:
         at = ids.astype(np.intp)
         runs = self._runs
         standing = runs.standing[at]
-        placed = np.count_nonzero(standing)
-        if placed < len(at):
-            self._place((at if placed == 0 else at[standing == 0])[::-1], ranked=True)
-            if placed == 0:
-                return
-            at, standing = at[standing > 0], standing[standing > 0]
         before = stretches(standing)
+        if _some_new(before):
+            self._place(at[standing == 0][::-1], ranked=True)
+            at, standing = at[standing > 0], standing[standing > 0]
+            before = stretches(standing)
+            if not before:
+                return
         if self._demotions:
             # What was demoted, and used since, is as good as others.
             for _, _, one in before:
@@ -426,20 +449,22 @@ class CostPolicy:
         if len(ids) == 0:
             return
         self._settle()
+        at = ids.astype(np.intp)
+        self._let_go(_Going(at, stretches(self._runs.standing[at]), None))
+
+    def _let_go(self, going: _Going) -> None:
         looked = self._looked
         if looked is not None and looked[0] == self._changes:
             self._ranking = looked[2]
         self._changes += 1
-        at = ids.astype(np.intp)
         runs, ghosts = self._runs, self._ghosts
-        before = stretches(runs.standing[at])
-        names = self._names[at]
+        names = self._names[going.at]
         places = ghosts.places(names)
         ghosts.names[places] = names
-        for begin, end, standing in before:
-            ghosts.tags[places[begin:end]] = runs.tag[standing >> 1]
-        runs.take_out(at, before)
-        self._links.leave(at)
+        for begin, end, standing in going.before:
+            ghosts.tags[places[begin:end]] = runs.tag.item(standing >> 1)
+        runs.take_out(going.at, going.before)
+        self._links.leave(going.at, going.parents)
 
     def _worth(self, runs: Places) -> _Floats:
         table, now = self._runs, self._clock()
@@ -514,11 +539,12 @@ class CostPolicy:
                 at = min(end, gone)
         return take
 
-    def _choose(self, count: int) -> Places:
+    def _choose(self, count: int) -> _Going:
         """Slots that go first, in this order: of each run from its end, and none before its children."""
         runs, links = self._runs, self._links
-        left = min(count, runs.count)
-        parts: list[Places] = []
+        left = total = min(count, runs.count)
+        slots: list[Places] = []
+        parts: Parts = []
         taken: dict[int, int] = {}
         gone: dict[int, int] = {}
         ranking = self._ranked(left) if left else None
@@ -526,33 +552,34 @@ class CostPolicy:
             before = left
             for run, _ in ranking:
                 already = taken.get(run, 0)
-                part = links.free(runs.last_ranked(run, already + left)[already:], gone)
-                if len(part):
-                    parts.append(part)
+                part = runs.last_ranked(run, already + left)[already:]
+                if len(part) and len(part := links.free(part, gone)):
+                    slots.append(part)
+                    parts.append((total - left, total - left + len(part), 2 * run + 1))
                     left -= len(part)
                     if left <= 0:
                         break
                     taken[run] = already + len(part)
-                    for parent in links.outside(part).tolist():
-                        gone[parent] = gone.get(parent, 0) + 1
             if left == before:
                 if ranking.all:
                     # What is held has what may go before it in its chain, which then goes.
                     rest = runs.standing & 1 > 0
-                    rest[np.concatenate([_NONE, *parts])] = False
-                    parts.append(np.flatnonzero(rest)[:left])
-                    break
+                    rest[np.concatenate([_NONE, *slots])] = False
+                    at = np.concatenate([*slots, np.flatnonzero(rest)[:left]])
+                    return _Going(at, stretches(runs.standing[at]), None)
                 ranking = self._compared(self._clock(), everything=True)
-        return parts[0] if len(parts) == 1 else np.concatenate([_NONE, *parts])
+        return _Going(slots[0] if len(slots) == 1 else np.concatenate([_NONE, *slots]), parts, gone)
 
     def coldest(self, count: int) -> Ids:
         self._settle()
-        return self._choose(count).astype(np.int32)
+        return self._choose(count).at.astype(np.int32)
 
     def evict(self, count: int) -> Ids:
-        ids = self.coldest(count)
-        self.forget(ids)
-        return ids
+        self._settle()
+        going = self._choose(count)
+        if len(going.at):
+            self._let_go(going)
+        return going.at.astype(np.int32)
 
     def demote(self, ids: Ids) -> int:
         self._settle()

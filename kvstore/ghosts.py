@@ -1,8 +1,8 @@
 """What a policy knows of blocks by name, of those that are here and of ghosts: those that are not.
 
 ("Ghosts": "ARC: a self-tuning, low overhead replacement cache", Megiddo and Modha, FAST 2003.) It is a table
-by hash: an entry tells of one name, and gives way to the next one whose place is the same. So each batch
-takes a few array operations, and what was displaced is not known.
+by hash, which names are already: an entry tells of one name, and gives way to the next one whose place is
+the same. So each batch takes a few array operations, and what was displaced is not known.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ __all__ = ["Ghosts"]
 
 _Places = npt.NDArray[np.intp]
 _FEWEST: Final = 1 << 16
-_SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
-"""2^64 over the golden ratio, whose multiples are spread (Knuth, The Art of Computer Programming, 6.4)."""
 
 
 class Ghosts:
@@ -39,13 +37,12 @@ class Ghosts:
         self.names: ShortHashes = np.zeros(1 << bits, dtype=np.uint64)
         self.tags = np.zeros(1 << bits, dtype=np.int64)
         self.slots = np.zeros(1 << bits, dtype=np.intp)
-        self._shift = np.uint64(64 - bits)
+        self._mask = (1 << bits) - 1
 
     def places(self, names: ShortHashes) -> _Places:
         """Which entry each of these has, if any."""
-        places = names * _SPREAD
-        places >>= self._shift
-        return places.view(np.intp)
+        places: _Places = names.view(np.intp) & self._mask
+        return places
 
     def known(self, names: ShortHashes, places: _Places) -> npt.NDArray[np.bool_]:
         """bool [n]: which of these names are those of their entries."""
