@@ -15,12 +15,15 @@ import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
 from .lineage import ShortHashes
+from .policy import BlockFacts
 
 __all__ = ["ChainLinks"]
 
 _Places = npt.NDArray[np.intp]
 _SLOT_BITS: Final = 31
 _SLOT: Final = (1 << _SLOT_BITS) - 1
+_NOT_TOLD: Final = 1
+"""Stands for the block before one of which nobody said where in its chain it is: no block has this number."""
 _FIRST: Final = np.zeros(1, dtype=np.intp)
 
 
@@ -59,16 +62,15 @@ class ChainLinks:
     def join(
         self,
         slots: _Places,
-        names: ShortHashes,
-        parents: ShortHashes,
+        facts: BlockFacts,
         find: Callable[[ShortHashes], _Places],
     ) -> None:
         """Blocks come, to slots that have none.
 
         Args:
-            names, parents: as of `BlockFacts`.
             find: tells the slots of blocks by name, plus one; 0: they are not here.
         """
+        names, parents = facts.names, facts.parents
         self._joined += 1
         mine = slots | (self._joined << _SLOT_BITS)
         self._self[slots] = mine
@@ -87,6 +89,8 @@ class ChainLinks:
             others, found = others[found > 0], found[found > 0] - 1
             up[others] = self._self[found]
             np.add.at(self._children, found, 1)
+        if np.count_nonzero(facts.depths) < len(slots):
+            up[(up == 0) & (parents == 0) & (facts.depths == 0)] = _NOT_TOLD
         self._up[slots] = up
 
     def leave(self, slots: _Places, outside: Mapping[int, int] | None = None) -> None:
@@ -115,17 +119,20 @@ class ChainLinks:
         if np.count_nonzero(inside) < len(inside):
             links += up[:-1][~inside].tolist()
         is_here = self._self.item
-        return [link & _SLOT for link in links if link and is_here(link & _SLOT) == link]
+        return [link & _SLOT for link in links if link > _SLOT and is_here(link & _SLOT) == link]
 
     def follow(self, slots: _Places) -> npt.NDArray[np.bool_]:
-        """bool [n - 1]: which of these, but for the first, hold the block after that of the one before."""
-        follow: npt.NDArray[np.bool_] = self._up[slots[1:]] == self._self[slots[:-1]]
+        """bool [n - 1]: which of these, but for the first, may hold what follows the block of the one before."""
+        up = self._up[slots[1:]]
+        follow: npt.NDArray[np.bool_] = up == self._self[slots[:-1]]
+        if np.count_nonzero(follow) < len(follow):
+            follow |= up == _NOT_TOLD
         return follow
 
     def before(self, slot: int) -> int | None:
         """The slot of the block before this one's; None: it is not here, or not known."""
         up = self._up.item(slot)
-        return up & _SLOT if up and self._self.item(up & _SLOT) == up else None
+        return up & _SLOT if up > _SLOT and self._self.item(up & _SLOT) == up else None
 
     def free(self, slots: _Places, gone: dict[int, int]) -> _Places:
         """The leading ones of these, a chain from its end, that nothing follows but those before them.
@@ -150,7 +157,7 @@ class ChainLinks:
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the bookkeeping does not agree with itself."""
-        up = self._up[self._up > 0]
+        up = self._up[self._up > _SLOT]
         parents = up[self._self[up & _SLOT] == up] & _SLOT
         if not np.array_equal(np.bincount(parents, minlength=len(self._self)), self._children):
             raise IntegrityError("cost: a slot does not have as many children as it counts")

@@ -389,7 +389,7 @@ class CostPolicy:
         ghosts.slots[places] = at + 1
         self._like[at] = like
         self._names[at] = names
-        self._links.join(at, names, facts.parents, self._slots)
+        self._links.join(at, facts, self._slots)
 
     def _place(self, at: Places, *, ranked: bool) -> None:
         """Runs of slots in the order of their chains that have none yet; whether these may go."""
