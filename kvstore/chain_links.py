@@ -122,7 +122,7 @@ class ChainLinks:
         return [link & _SLOT for link in links if link > _SLOT and is_here(link & _SLOT) == link]
 
     def follow(self, slots: _Places) -> npt.NDArray[np.bool_]:
-        """bool [n - 1]: which of these, but for the first, may hold what follows the block of the one before."""
+        """bool [n - 1]: which of these, but for the first, may hold what follows the block before."""
         up = self._up[slots[1:]]
         follow: npt.NDArray[np.bool_] = up == self._self[slots[:-1]]
         if np.count_nonzero(follow) < len(follow):

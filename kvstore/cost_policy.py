@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import ClassVar, Final, NamedTuple, Unpack
 
@@ -117,8 +117,10 @@ class _Going(NamedTuple):
     at: Places
     before: Parts
     """The stretches of their standings."""
-    parents: dict[int, int] | None
+    parents: dict[int, int] | None = None
     """As of `ChainLinks.leave`."""
+    blocked: Sequence[int] = ()
+    """Runs that would have gone before, but that something follows."""
 
 
 def _some_new(before: Parts) -> bool:
@@ -450,12 +452,14 @@ class CostPolicy:
             return
         self._settle()
         at = ids.astype(np.intp)
-        self._let_go(_Going(at, stretches(self._runs.standing[at]), None))
+        self._let_go(_Going(at, stretches(self._runs.standing[at])))
 
     def _let_go(self, going: _Going) -> None:
         looked = self._looked
         if looked is not None and looked[0] == self._changes:
             self._ranking = looked[2]
+        if self._ranking is not None and going.blocked:
+            self._ranking.pass_over(going.blocked)
         self._changes += 1
         runs, ghosts = self._runs, self._ghosts
         names = self._names[going.at]
@@ -547,13 +551,17 @@ class CostPolicy:
         parts: Parts = []
         taken: dict[int, int] = {}
         gone: dict[int, int] = {}
+        blocked: list[int] = []
         ranking = self._ranked(left) if left else None
         while left > 0 and ranking is not None:
             before = left
             for run, _ in ranking:
                 already = taken.get(run, 0)
                 part = runs.last_ranked(run, already + left)[already:]
-                if len(part) and len(part := links.free(part, gone)):
+                part = links.free(part, gone) if len(part) else part
+                if not len(part):
+                    blocked.append(run)
+                else:
                     slots.append(part)
                     parts.append((total - left, total - left + len(part), 2 * run + 1))
                     left -= len(part)
@@ -566,9 +574,9 @@ class CostPolicy:
                     rest = runs.standing & 1 > 0
                     rest[np.concatenate([_NONE, *slots])] = False
                     at = np.concatenate([*slots, np.flatnonzero(rest)[:left]])
-                    return _Going(at, stretches(runs.standing[at]), None)
+                    return _Going(at, stretches(runs.standing[at]))
                 ranking = self._compared(self._clock(), everything=True)
-        return _Going(slots[0] if len(slots) == 1 else np.concatenate([_NONE, *slots]), parts, gone)
+        return _Going(slots[0] if len(slots) == 1 else np.concatenate([_NONE, *slots]), parts, gone, blocked)
 
     def coldest(self, count: int) -> Ids:
         self._settle()

@@ -8,7 +8,7 @@ next ranking.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 import numpy as np
@@ -77,6 +77,10 @@ class RunRanking:
                 return self._at < self._may_go and now - self._made_at < _HOLDS
             self._at += 1
         return False
+
+    def pass_over(self, runs: Collection[int]) -> None:
+        """These do not go by this ranking: others follow them that do not."""
+        self._entries[self._at :] = [one for one in self._entries[self._at :] if one[0] not in runs]
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
         """Each run that was not used since, and what it was worth."""
