@@ -426,11 +426,12 @@ class CostPolicy:
         standing = runs.standing[at]
         before = stretches(standing)
         if _some_new(before):
+            if len(before) == 1:
+                self._place(at[::-1], ranked=True)
+                return
             self._place(at[standing == 0][::-1], ranked=True)
             at, standing = at[standing > 0], standing[standing > 0]
             before = stretches(standing)
-            if not before:
-                return
         if self._demotions:
             # What was demoted, and used since, is as good as others.
             for _, _, one in before:
@@ -467,7 +468,7 @@ class CostPolicy:
         ghosts.names[places] = names
         for begin, end, standing in going.before:
             ghosts.tags[places[begin:end]] = runs.tag.item(standing >> 1)
-        runs.take_out(going.at, going.before)
+        runs.take_out(going.at, going.before, ends=going.parents is not None)
         self._links.leave(going.at, going.parents)
 
     def _worth(self, runs: Places) -> _Floats:

@@ -23,9 +23,9 @@ Worth = Callable[[Places], npt.NDArray[np.float64]]
 
 _LOOKED_AT: Final = 1024
 """Runs that are compared; of more, as many are drawn."""
-_TAKEN: Final = 1 / 32
+_TAKEN: Final = 1 / 16
 """The share of them that may go before they are compared anew."""
-_KEPT: Final = 4 * _TAKEN
+_KEPT: Final = 3 * _TAKEN
 """The share that is kept in order: of those that may go some will have been used by then."""
 _FEWEST: Final = 64
 _HOLDS: Final = 1.0

@@ -245,10 +245,17 @@ class Runs:
         self._log[first : self._tail] = slots
         return first
 
-    def take_out(self, slots: Places, before: Parts) -> None:
-        """These slots, of these stretches of standings, are of no run, and not ranked."""
+    def take_out(self, slots: Places, before: Parts, *, ends: bool = False) -> None:
+        """These slots, of these stretches of standings, are of no run, and not ranked.
+
+        Args:
+            ends: they are what `last_ranked` gave of each run.
+        """
         self.count -= self._leave(before)
         self.standing[slots] = 0
+        if ends:
+            for begin, end, standing in before:
+                self.stop[standing >> 1] -= end - begin
 
     def _leave(self, before: Parts) -> int:
         """Slots of these stretches of standings are of their runs no more; how many of them were ranked."""
@@ -318,6 +325,8 @@ class Runs:
         """The ranked slots at its end, up to so many, the last one first, up to one that is not."""
         start, stop = self.start.item(run), self.stop.item(run)
         entries = self._log[max(start, stop - most) : stop]
+        if self.idle.item(run) == stop - start:
+            return entries[::-1]
         standing = self.standing[entries]
         if np.count_nonzero(standing == 2 * run + 1) == len(entries):
             return entries[::-1]
