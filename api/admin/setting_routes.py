@@ -66,9 +66,7 @@ async def set_policy(asked: PolicyChange, admin: AdminHere) -> ConfigChanged:
     return await _configure(admin, {"policy": asked.policy})
 
 
-@router.patch(
-    "/config", responses={200: {"headers": _ETAG}, **documented(401, 403, 409, 412, 413, 422, 503)}
-)
+@router.patch("/config", responses={200: {"headers": _ETAG}, **documented(401, 403, 409, 412, 413, 422, 503)})
 async def set_config(
     asked: ConfigChange, admin: AdminHere, response: Response, if_match: _IfMatch = None
 ) -> ConfigChanged:
