@@ -173,12 +173,13 @@ def _prefills(llm: LLM, seconds: float) -> Iterator[tuple[int, float, float]]:
     depths = dict.fromkeys((0, reached // 2, reached))
     kinds = [(depth, count) for depth in depths for count in counts if depth + count <= most]
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
-    for _ in range(_MOST_ROUNDS):
+    for number in range(_MOST_ROUNDS):
         for kind, taken in times.items():
             expected = taken[-1] if taken else rate * kind[1]
             # Those that take long leave no time for the others, and say no more.
             left = began + seconds - time.perf_counter()
-            if expected <= min(left, _QUESTION_SHARE * seconds):
+            short = expected <= min(left, _QUESTION_SHARE * seconds)
+            if short or (not number and kind[1] in counts[:2]):
                 one_more, whole = compute(*kind)
                 if whole:
                     taken.append(one_more)
