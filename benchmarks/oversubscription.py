@@ -81,7 +81,6 @@ class Scene:
         host_bytes: host memory: for the histories, and what is added in a case.
         window: of each case, and
         recompute_window: of those that compute histories again, in which less happens.
-        block_size: tokens of a block.
     """
 
     shape: ModelShape
@@ -107,10 +106,6 @@ class Scene:
         """Tokens that a session may come to."""
         return 4 * self.workload.turn_tokens
 
-    def most_active(self, shares: Sequence[float]) -> int:
-        """Sessions that are active at a time, in the case with the most."""
-        return max(self.active(share) for share in shares)
-
     def active(self, share: float) -> int:
         """Sessions whose KV is this share of the device tier."""
         return max(1, round(share * self.fitting))
@@ -121,6 +116,7 @@ def _chats(sessions: int, vocabulary: int) -> ChatWorkload:
     return ChatWorkload(sessions, 1952, 32, 64, vocabulary, 16)
 
 
+_REHEARSAL: Final = Window(0.0, 2.0, 20)
 _GPU_WINDOW: Final = Window(4.0, 5.0)
 _GPU_RECOMPUTE: Final = Window(10.0, 8.0)
 
@@ -212,6 +208,7 @@ class _Case:
         """Turns that ended, and"""
         self.unanswered = 0
         """those of them that ended before their time."""
+        self._computed = 0
 
     def run(self, window: Window) -> dict[str, Any]:
         """Warm up, and measure; what `Meter.summary` says, and how many turns ended meanwhile."""
@@ -232,8 +229,6 @@ class _Case:
             "unanswered": self.unanswered,
             "session_tokens": float(np.mean([len(one.tokens) for one in self._sessions.values()])),
         }
-
-    _computed = 0
 
     def _is_over(self, window: Window) -> bool:
         return window.turns is not None and self.turns >= window.turns
@@ -394,6 +389,7 @@ def run(
     rows: list[dict[str, Any]] = []
     loaded = random_model(scene.shape, device=scene.device, dtype=scene.dtype)
     truths: dict[float, Answers] = {}
+    most = max(map(scene.active, shares))
     began = time.monotonic()
     with HostStore(scene.host_bytes, device=scene.device) as host:
         fill(loaded, host, workload, 4 * scene.device_blocks)
@@ -406,11 +402,11 @@ def run(
                 host,
                 device_blocks=scene.device_blocks,
                 block_size=workload.block_size,
-                max_sequences=scene.most_active(shares),
+                max_sequences=most,
                 max_tokens=scene.max_tokens,
             ) as llm:
-                rehearse(llm, workload.vocabulary, scene.most_active(shares))
-                brief = replace(scene, window=Window(0.0, 2.0, 20), recompute_window=Window(0.0, 2.0, 20))
+                rehearse(llm, workload.vocabulary, most)
+                brief = replace(scene, window=_REHEARSAL, recompute_window=_REHEARSAL)
                 measure(llm, host, brief, mode, max(shares))
                 say(f"{mode}: ready after {time.monotonic() - began:.1f} s")
                 for share in shares:
