@@ -9,17 +9,19 @@ what the client group holds from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import __version__
+from ..kvstore.cost import CostModel
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus
 from ..kvstore.hashing import space_id
 from ..kvstore.lineage import ChainPlace, Lineage, expect_lineage, expect_place
-from ..kvstore.policy import Ids
+from ..kvstore.loading import ColdLoad
+from ..kvstore.policy import Ids, Retention
 from ..kvstore.space import HostSpace
 from ..kvstore.tenants import check_tenant
 from ..tiers.cold import ColdStatus
@@ -94,6 +96,7 @@ _MOST_TEXT: Final = 256
 _REPLY_BYTES: Final = 64
 """What a frame with one byte string has around it, at most."""
 _NEW: Final = int(ReserveStatus.NEW)
+_ADVICE: Final = frozenset(one.name for one in fields(Retention))
 
 
 def request_bytes(message: Message) -> int:
@@ -246,17 +249,18 @@ class Answers:
         start = _start(asked)
         self._refuse_if_draining()
 
-        def work() -> tuple[Lease, int]:
+        def work() -> tuple[Lease, ColdLoad]:
             load = space.start_load(asked.hashes, start=start)
             try:
                 load.wait(wait)
-                return space.lease_resident(asked.hashes), load.loaded
+                return space.lease_resident(asked.hashes), load
             finally:
                 load.release()
 
-        def finish(found: tuple[Lease, int]) -> Message:
-            lease, loaded = found
-            return replace(self._leased(lease), loaded=min(loaded, len(lease)))
+        def finish(found: tuple[Lease, ColdLoad]) -> Message:
+            lease, load = found
+            leased = self._leased(lease)
+            return replace(leased, loaded=min(load.loaded, len(lease)), seconds=load.seconds)
 
         return Job(True, work, finish, lambda found: found[0].release())
 
@@ -390,7 +394,12 @@ class Answers:
         space = self._spaces.space(asked.space)
         if asked.wanted:
             self._refuse_if_draining()
-        return _counted(len(asked.hashes), lambda: space.hint(asked.hashes, wanted=asked.wanted))
+        # What later clients add is passed over.
+        given = {name: value for name, value in asked.retention.items() if name in _ADVICE}
+        advice = Retention(**given) if given else None
+        return _counted(
+            len(asked.hashes), lambda: space.hint(asked.hashes, wanted=asked.wanted, retention=advice)
+        )
 
     def _unpin(self, asked: Unpin) -> Message | Job:
         space = self._spaces.space(asked.space)
@@ -424,6 +433,9 @@ class Answers:
 
     def _report(self, asked: Report) -> Message:
         self._service.engines.keep(self._engine, asked)
+        space = self._spaces.find(asked.space)
+        if space is not None and asked.costs:
+            space.tell_costs(CostModel.of_map(asked.costs))
         return Done()
 
     def _command_done(self, asked: CommandDone) -> Message:
@@ -522,6 +534,7 @@ class Answers:
         }
         if self._tenants is None:
             values["latency"] = self._service.times.snapshot()
+            values["engines"] = dict(self._service.engines.counts)
         cold = self._host.cold
         counted = getattr(cold, "stats", None)
         if cold is not None and counted is not None:

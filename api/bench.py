@@ -19,12 +19,14 @@ from functools import partial
 from typing import Any, Final
 
 from .. import __version__
-from ..tiers.errors import KVPagerError
+from ..kvstore.calibration import CALIBRATION_VARIABLE, calibration_path, read_calibration
+from ..tiers.errors import ConfigError, KVPagerError
 from ..tiers.settings import expect_seconds, public_url
 from .bench_cold import measure_cold
 from .bench_gpu import measure_gpu, why_no_gpu
 from .bench_memory import measure_memory
 from .bench_sidecar import measure_sidecar
+from .calibrate import calibrated, calibrated_model, calibration_lines
 from .measurements import Measurement, Measurements, Unit, keep, measurements_path
 from .option_words import in_options
 
@@ -32,7 +34,10 @@ __all__ = ["add_parser", "measurement_line"]
 
 _SECONDS: Final = 3.0
 _MOST_SECONDS: Final = 10.0
+_MODEL_TIMES: Final = 5
+"""A model is given so many times as long as a link."""
 _COLD: Final = {"cold.url": "--cold", "cold.path": "--cold"}
+_SETTINGS: Final = {**_COLD, "model": "--model", "device": "--device"}
 
 
 def add_parser(commands: Any) -> None:
@@ -57,12 +62,37 @@ def add_parser(commands: Any) -> None:
         default=_SECONDS,
         help="for each part, of memory, GPU, sidecar and cold tier (default: %(default)s)",
     )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure instead what links and a model cost, for engines to begin with, and keep it",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="with --calibrate: how long prefilling takes with this model, as of LLM: a folder, a GGUF file, "
+        "smollm2, or a name on the Hub",
+    )
+    parser.add_argument(
+        "--device", metavar="DEVICE", default="auto", help="with --model: cpu, cuda:N (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help=f"with --calibrate: where it is kept (default: ${CALIBRATION_VARIABLE}, or "
+        "kvpager/calibration.json in $XDG_CACHE_HOME or ~/.cache)",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.set_defaults(run=_run, settings=lambda options: _COLD)
+    parser.set_defaults(run=_run, settings=lambda options: _SETTINGS)
 
 
 def _run(options: argparse.Namespace) -> int:
     seconds = expect_seconds("--seconds", options.seconds, _MOST_SECONDS, above=True)
+    if options.calibrate:
+        return _calibrate(options, seconds)
+    for option in ("model", "calibration"):
+        if getattr(options, option) is not None:
+            raise ConfigError(f"--{option}", "is for --calibrate")
     path = measurements_path(os.environ)
     # Where lines are for a program, people still see that something is being done.
     out = sys.stderr if options.json else sys.stdout
@@ -100,6 +130,29 @@ def _run(options: argparse.Namespace) -> int:
     if not options.json:
         print(f"kept in {path}")
     return 1 if failed else 0
+
+
+def _calibrate(options: argparse.Namespace, seconds: float) -> int:
+    """Measure costs and keep them, with what was kept of other models and tiers before."""
+    path = calibration_path(os.environ, options.calibration)
+    reason = why_no_gpu()
+    found = calibrated(options.cold, seconds, gpu=reason is None)
+    if options.model is not None:
+        found = found.with_earlier(calibrated_model(options.model, options.device, _MODEL_TIMES * seconds))
+    try:
+        found = found.with_earlier(read_calibration(path))
+    except ConfigError as error:
+        print(f"{error.problem}; it is replaced", file=sys.stderr)
+    found.write(path)
+    if options.json:
+        print(found.as_json())
+        return 0
+    for line in calibration_lines(found):
+        print(line)
+    if reason is not None:
+        print(f"GPU: not measured: {reason}")
+    print(f"kept in {path}")
+    return 0
 
 
 def _of(found: list[Measurement], missing: dict[str, str]) -> Measurements:

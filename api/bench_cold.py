@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -30,11 +30,11 @@ from .turns import median_seconds
 if TYPE_CHECKING:
     from ..tiers.redis_wire import Wire
 
-__all__ = ["measure_cold"]
+__all__ = ["DEADLINE", "expect_done", "measure_cold", "own_tier"]
 
 _BLOCKS: Final = 8
 _CAPACITY_BYTES: Final = 64 << 20
-_DEADLINE: Final = 20.0
+DEADLINE: Final = 20.0
 """Seconds that a call may take, here where nobody waits for it."""
 _CONNECT_SECONDS: Final = 2.0
 _TTL: Final = 60
@@ -79,7 +79,7 @@ def _measured(url: str, seconds: float) -> list[Measurement]:
             plain = _PlainFiles(Path(place))
             disk = open_cold_tier(f"disk://{place}/tier", capacity_bytes=_CAPACITY_BYTES)
             tier = stack.enter_context(closing(disk))
-        stack.callback(tier.delete, space, names_from(0, _BLOCKS), _DEADLINE)
+        stack.callback(tier.delete, space, names_from(0, _BLOCKS), DEADLINE)
         taken = median_seconds(dict(_contenders(plain, tier, space, blocks, back)), seconds)
         if not np.array_equal(blocks, back):
             raise ColdTierError("a block came back with other bytes")
@@ -105,11 +105,11 @@ def _contenders(
 
     def put() -> None:
         # A record that is there already is left as it is.
-        tier.delete(space, names, _DEADLINE)
-        _check(tier.put(space, names, out, _DEADLINE), "written")
+        tier.delete(space, names, DEADLINE)
+        expect_done(tier.put(space, names, out, DEADLINE), "written")
 
     def get() -> None:
-        _check(tier.get(space, names, into, _DEADLINE), "read")
+        expect_done(tier.get(space, names, into, DEADLINE), "read")
 
     put()
     plain.put(blocks)
@@ -119,7 +119,29 @@ def _contenders(
     yield "get", get
 
 
-def _check(statuses: npt.NDArray[np.uint8], what: str) -> None:
+@contextmanager
+def own_tier(url: str) -> Iterator[ColdTier]:
+    """A cold tier as a URL names it, in a folder of its own if it is on disk.
+
+    Raises:
+        ConfigError: the URL names none.
+        ColdTierError: it cannot be used.
+    """
+    folder = cold_folder(url)
+    try:
+        with ExitStack() as stack:
+            if folder is None:
+                yield stack.enter_context(closing(open_cold_tier(url, ttl=_TTL)))
+                return
+            place = stack.enter_context(_own_folder(Path(folder)))
+            disk = open_cold_tier(f"disk://{place}/tier", capacity_bytes=_CAPACITY_BYTES)
+            yield stack.enter_context(closing(disk))
+    except OSError as error:
+        raise ColdTierError(f"cannot be used: {error.strerror or error}") from error
+
+
+def expect_done(statuses: npt.NDArray[np.uint8], what: str) -> None:
+    """Raise `ColdTierError` where one of a batch is not OK."""
     if statuses.any():
         wrong = ColdStatus(int(statuses[statuses != ColdStatus.OK][0]))
         raise ColdTierError(f"a block was not {what}: {wrong.name.lower()}")
@@ -207,7 +229,7 @@ class _PlainRedis:
     def _in_threads(self, blocks: Blocks, move: Callable[[Wire, int, memoryview], None]) -> None:
         def work(lane: int) -> None:
             wire = self._wires[lane]
-            wire.limit(time.monotonic() + _DEADLINE)
+            wire.limit(time.monotonic() + DEADLINE)
             for index in range(lane, len(blocks), _CONNECTIONS):
                 move(wire, index, memoryview(blocks[index]))
 

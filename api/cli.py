@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -36,6 +37,8 @@ _COMMANDS: Final = {
 }
 """The module beside this one that has each, with an `add_parser`."""
 _UNREACHABLE: Final = 3
+_UNPRINTED: Final = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What fails where something is printed: a pipe that nobody reads, a full disk, a terminal that is gone."""
 _INTERRUPTED: Final = 130
 
 
@@ -51,14 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         code: int = options.run(options)
+        sys.stdout.flush()
     except KVPagerError as error:
         said = error_in_options(error, options.settings(options))
         print(f"kvpager {options.command}: {said}", file=sys.stderr)
         return _UNREACHABLE if isinstance(error, ServiceUnavailableError) else 1
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        # Who read what is printed has gone (`| head`), and nothing more can be flushed into his pipe.
+    except OSError as error:
+        if error.errno not in _UNPRINTED or error.filename is not None:
+            raise
+        if error.errno != errno.EPIPE:
+            print(f"kvpager {options.command}: the output was not written: {error.strerror}", file=sys.stderr)
+        # Else who read what is printed has gone (`| head`). What is left would be flushed there once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code

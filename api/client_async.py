@@ -19,7 +19,7 @@ from ..kvstore.events import EventStream, Listener
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
 from ..kvstore.lineage import CHAIN_START, ChainPlace, Lineage
-from ..kvstore.policy import Ids
+from ..kvstore.policy import Ids, Retention
 from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotPlaces
 from ..kvstore.tenants import check_tenant
@@ -613,9 +613,9 @@ class AsyncSpace(SlotPlaces):
         """See `HostSpace.pin`."""
         return await self._connection.ask(self._asks.pin(hashes, ttl))
 
-    async def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+    async def hint(self, hashes: Sequence[bytes], *, wanted: bool, retention: Retention | None = None) -> int:
         """See `HostSpace.hint`."""
-        return await self._connection.ask(self._asks.hint(hashes, wanted))
+        return await self._connection.ask(self._asks.hint(hashes, wanted, retention))
 
     async def unpin(self, hashes: Sequence[bytes]) -> int:
         """See `HostSpace.unpin`."""

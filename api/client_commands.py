@@ -133,6 +133,9 @@ def report_of(report: EngineReport) -> Report:
         report.device_held,
         report.to_device,
         report.from_device,
+        report.space,
+        {} if report.costs is None else report.costs.as_map(),
+        dict(report.counts),
     )
 
 

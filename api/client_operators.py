@@ -90,7 +90,8 @@ class AsyncOperatorCalls(ABC):
         """Set something otherwise while it serves: all that is given, or nothing of it.
 
         Args:
-            values: ``policy``, ``clean_ahead``, ``cold_deadline`` and ``quotas`` as of `HostStore.configure`;
+            values: ``policy``, ``clean_ahead``, ``cold_deadline``, ``quotas``, ``policy_weights`` and
+                ``retention_ttl`` as of `HostStore.configure`;
                 ``log_level``: ``debug``, ``info``, ``warning``, ``error`` or ``critical``.
 
         Returns:

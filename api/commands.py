@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, Protocol
 
-from ..kvstore.control import CommandKind, EngineReport
+from ..kvstore.control import ENGINE_COUNTS, CommandKind, EngineReport
+from ..kvstore.cost import CostModel
 from ..tiers.errors import CommandError, ConfigError
 from ..tiers.settings import expect_choice, expect_text
 from .messages import Command, CommandDone, CommandGiven, Report
@@ -23,6 +24,8 @@ __all__ = ["Engine", "Engines"]
 
 _MOST_GIVEN: Final = 64
 """Commands that one engine has not answered."""
+_NOT_LISTED: Final = ("space", "costs", "counts")
+"""Of a report: what is told of spaces and of all engines together."""
 _MOST_REASON: Final = 1024
 _ID_BITS: Final = 48
 """Of the first client's id: ids stay below 2^53, which every JSON reader takes as they are."""
@@ -80,6 +83,8 @@ class Engines:
     def __init__(self) -> None:
         self._known: dict[Engine, _Known] = {}
         # From a number that nobody guesses, so that an id of an earlier sidecar is nobody's here.
+        self.counts = dict.fromkeys(ENGINE_COUNTS, 0)
+        """What all of them counted since their first reports, those included that have gone."""
         self._ids = count(secrets.randbits(_ID_BITS))
         self._numbers = count(1)
 
@@ -106,8 +111,15 @@ class Engines:
             report.device_held,
             report.to_device,
             report.from_device,
+            report.space,
+            CostModel.of_map(report.costs) if report.costs else None,
+            report.counts,
         )
         known = self._known[engine]
+        if known.report is not None:
+            # What it had counted before its first report may have been told on an earlier connection.
+            for name in ENGINE_COUNTS:
+                self.counts[name] += max(0, report.counts.get(name, 0) - known.report.counts.get(name, 0))
         known.report, known.at = report, time.monotonic()
 
     def listed(self) -> dict[str, Any]:
@@ -117,7 +129,8 @@ class Engines:
         for known in self._known.values():
             one: dict[str, Any] = {"id": known.id, "name": known.name(), **known.about()}
             if known.report is not None:
-                one["report"] = {**vars(known.report), "age": now - known.at}
+                told = {**vars(known.report), "age": now - known.at}
+                one["report"] = {name: value for name, value in told.items() if name not in _NOT_LISTED}
             found[str(known.id)] = one
         return found
 

@@ -339,12 +339,14 @@ class Leased(Message):
 
     Args:
         loaded: how many of the slots were brought up from the cold tier for this request.
+        seconds: how long that took, without waiting for its turn; 0: not known.
     """
 
     slots: Ids
     generations: Generations
     cold: int
     loaded: int = 0
+    seconds: float = 0.0
 
 
 @tagged(14)
@@ -662,17 +664,27 @@ class Purged(Message):
 @tagged(43)
 @dataclass(frozen=True)
 class Hint(Message):
-    """Advice: blocks will be wanted soon, or not again; answered by how many it is tried for."""
+    """Advice: blocks will be wanted soon, or not again; answered by how many it is tried for.
+
+    Args:
+        retention: of each field of `Retention` that has a value, that; empty: there is no such advice.
+    """
 
     space: int
     hashes: Hashes
     wanted: bool
+    retention: dict[str, Any] = field(default_factory=dict)
 
 
 @tagged(44)
 @dataclass(frozen=True)
 class Report(Message):
-    """How an engine is; the fields are those of `EngineReport`. The last one is kept until it disconnects."""
+    """How an engine is; the fields are those of `EngineReport`. The last one is kept until it disconnects.
+
+    Args:
+        costs: of `CostModel.as_map`; empty: not known.
+        counts: what the engine counted since it began, by name.
+    """
 
     sessions: dict[str, Any]
     block_bytes: int
@@ -680,6 +692,9 @@ class Report(Message):
     device_held: int
     to_device: float
     from_device: float
+    space: bytes = b""
+    costs: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
 
 
 @tagged(45)

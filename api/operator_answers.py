@@ -264,4 +264,5 @@ def _space_values(space: SpaceStatus) -> dict[str, Any]:
         "dirty": space.slots.dirty,
         "cleaning": space.cleaning,
         "pinned": space.slots.pinned,
+        "costs": {} if space.costs is None else space.costs.as_map(),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from ..kvstore.handles import Generations, Lease, Reservation
 from ..kvstore.hashing import HASH_BYTES, Tokens
 from ..kvstore.lineage import CHAIN_START, ChainPlace, Lineage
-from ..kvstore.policy import Ids
+from ..kvstore.policy import Ids, Retention
 from ..kvstore.session import session_key
 from ..kvstore.slot_space import SlotSpace
 from ..tiers.errors import StaleHandleError
@@ -22,7 +23,7 @@ from .client_calls import Ask
 from .client_core import ClientCore
 from .client_space import ClientSpace, device_delta, is_being_mapped, readable_in_place
 from .holdings import Handles
-from .messages import Purged
+from .messages import Message, Purged
 from .space_asks import LoadedLease, SpaceAsks, handles_of, session_blocks
 
 __all__ = ["RemoteLoad", "RemoteSpace", "Shell"]
@@ -94,18 +95,32 @@ class PendingCall(Protocol[_T_co]):
 
 
 class RemoteLoad:
-    """Blocks on their way up from the cold tier of a sidecar. See `ColdLoad`, which this stands in for."""
+    """Blocks on their way up from the cold tier of a sidecar. See `ColdLoad`, which this stands in for.
 
-    def __init__(self, call: PendingCall[LoadedLease]) -> None:
-        self._call = call
-        self._lease: LoadedLease | None = None
+    Args:
+        shell: the connection.
+        ask: the request for them.
+
+    Attributes:
+        loaded: blocks that have arrived, once the sidecar has said so,
+        seconds: and how long it took to bring them up; 0 where it does not know.
+    """
+
+    def __init__(self, shell: Shell, ask: Ask[LoadedLease]) -> None:
+        self.loaded = 0
+        self.seconds = 0.0
         self._until = time.monotonic() + _LOAD_SECONDS
+        self._lease: LoadedLease | None = None
+        self._answered = False
         self._released = False
 
-    @property
-    def loaded(self) -> int:
-        """Blocks that have arrived so far."""
-        return self._lease.loaded if self._lease is not None else 0
+        def convert(reply: Message) -> LoadedLease:
+            # Also of what nobody waits for any more.
+            lease = ask.convert(reply)
+            self.loaded, self.seconds, self._answered = lease.loaded, lease.seconds, True
+            return lease
+
+        self._call = shell.begin(replace(ask, convert=convert))
 
     def done(self) -> bool:
         """Whether everything that is to be had has arrived."""
@@ -116,7 +131,10 @@ class RemoteLoad:
         seconds = expect_seconds("seconds", seconds)
         if self._lease is None and not self._released:
             self._lease = self._call.result(seconds)
-        return self._lease is not None or self._released or time.monotonic() > self._until
+        return self._lease is not None or self._answered or time.monotonic() > self._until
+
+    def stop(self) -> None:
+        """Nothing: the sidecar brings up what it was asked for, and the next request finds it."""
 
     def release(self) -> None:
         """Whoever waited has leases of his own now, or wants the blocks no more. Idempotent."""
@@ -194,6 +212,9 @@ class RemoteSpace(SlotSpace):
         names = self._asks.hashes(hashes, tokens, chain)
         return self._shell.ask(self._asks.match(names, cold_deadline, start))
 
+    def count_resident(self, hashes: Sequence[bytes]) -> None:
+        """Not known on this side."""
+
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once. See `HostSpace.lease`."""
         self._check_open()
@@ -239,9 +260,9 @@ class RemoteSpace(SlotSpace):
         """Keep resident blocks in host memory until `unpin`, or for `ttl` seconds. See `HostSpace.pin`."""
         return self._shell.ask(self._asks.pin(hashes, ttl))
 
-    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool, retention: Retention | None = None) -> int:
         """Advice: these blocks will be wanted soon, or not again. See `HostSpace.hint`."""
-        return self._shell.ask(self._asks.hint(hashes, wanted))
+        return self._shell.ask(self._asks.hint(hashes, wanted, retention))
 
     def unpin(self, hashes: Sequence[bytes]) -> int:
         """End a pin; returns how many of the blocks were pinned."""
@@ -269,7 +290,7 @@ class RemoteSpace(SlotSpace):
 
     def start_load(self, hashes: Sequence[bytes], *, start: ChainPlace | None = CHAIN_START) -> RemoteLoad:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
-        return RemoteLoad(self._shell.begin(self._asks.load(hashes, _LOAD_SECONDS, start)))
+        return RemoteLoad(self._shell, self._asks.load(hashes, _LOAD_SECONDS, start))
 
     def demote(self, hashes: Sequence[bytes], *, deadline: float = 30.0) -> int:
         """See `HostSpace.demote`. For operators: a token of tenants is refused."""

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from ..kvstore.calibration import known_calibration
 from ..kvstore.host import HostStore
 from ..tiers.arena_file import ArenaFile, default_arena_path
 from ..tiers.errors import ConfigError, IntegrityError
@@ -136,8 +137,18 @@ def _run(options: argparse.Namespace) -> int:
             # What ends it before it is stopped is no reason to lose blocks.
             arena.keep = arena.keep or arena.nbytes > 0
         with interruptions.put_off():
-            host = HostStore(host_bytes or usual_bytes(arena), cold=cold, arena=arena, quotas=options.quota)
+            host = HostStore(
+                host_bytes or usual_bytes(arena),
+                cold=cold,
+                policy=options.policy,
+                arena=arena,
+                quotas=options.quota,
+                policy_weights=options.policy_weight,
+                retention_ttl=options.retention_ttl,
+            )
             stack.callback(host.close)
+        if cold is not None and (calibration := known_calibration()) is not None:
+            host.calibrate_cold(calibration.cold.get(cold.name))
         if host.stats.adopted:
             say(f"{host.stats.adopted} blocks were there, and are served")
 

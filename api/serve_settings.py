@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ..tiers.settings import MOST_SECONDS
 from .admin.address import DEFAULT_ADDRESS
 from .config_file import CONFIG_VARIABLE, config_path, read_config
 from .setting import (
@@ -16,6 +17,7 @@ from .setting import (
     integer,
     integers,
     look_up,
+    numbers_by_name,
     path,
     seconds,
     size,
@@ -79,6 +81,28 @@ SERVE_SETTINGS: Final = (
         "given several times",
         default={},
         metavar="TENANT=SIZE",
+    ),
+    Setting(
+        "--policy",
+        text("lru"),
+        "which blocks go first where there is no room: one of `kvpager policy`'s (default: lru)",
+        default="lru",
+        metavar="NAME",
+    ),
+    Setting(
+        "--policy-weight",
+        numbers_by_name("{ small_share = 0.2 }"),
+        "a weight of the policy that is to be other than its own, as small_share=0.2; may be given several "
+        "times",
+        default={},
+        metavar="NAME=NUMBER",
+    ),
+    Setting(
+        "--retention-ttl",
+        seconds(MOST_SECONDS, "600"),
+        "that advice on how long to keep blocks holds where it does not say that (default: 600)",
+        default=600.0,
+        metavar="SECONDS",
     ),
     Setting(
         "--cold-secret-file",

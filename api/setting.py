@@ -18,7 +18,7 @@ from typing import Any, Final
 from ..kvstore.tenants import check_quotas
 from ..tiers.errors import ConfigError
 from ..tiers.memory import parse_bytes
-from ..tiers.settings import expect_integer, expect_path, expect_seconds, public_url, shown
+from ..tiers.settings import expect_integer, expect_number, expect_path, expect_seconds, public_url, shown
 
 __all__ = [
     "Given",
@@ -29,6 +29,7 @@ __all__ = [
     "integer",
     "integers",
     "look_up",
+    "numbers_by_name",
     "path",
     "seconds",
     "size",
@@ -231,6 +232,23 @@ def _as_quotas(flag: str, raw: object) -> dict[str, int]:
     return check_quotas(flag, quotas)
 
 
+def _as_numbers(flag: str, raw: object) -> dict[str, float]:
+    """Numbers by name, of ``NAME=NUMBER`` each or of a table."""
+    if isinstance(raw, Mapping):
+        return {str(name): expect_number(flag, given, 0.0) for name, given in raw.items()}
+    if not isinstance(raw, list):
+        raise ConfigError(flag, f"must be a table of numbers by name, got {shown(raw)}")
+    numbers: dict[str, float] = {}
+    for given in raw:
+        name, said, number = _as_text(flag, given).partition("=")
+        if not said:
+            raise ConfigError(flag, f"must be NAME=NUMBER, got {shown(given)}")
+        if name in numbers:
+            raise ConfigError(flag, f"names {name!r} twice")
+        numbers[name] = expect_number(flag, _number_of(flag, number), 0.0)
+    return numbers
+
+
 def text(example: str) -> Kind:
     """Any text; whoever uses it says what is wrong with it."""
     return Kind("text", f'"{example}"', _as_text)
@@ -293,6 +311,11 @@ def integers(least: int, most: int, example: str) -> Kind:
 def sizes_by_tenant(example: str) -> Kind:
     """Bytes by tenant: a flag ``TENANT=SIZE`` that is given several times, a table in the file."""
     return Kind("table of sizes", example, _as_quotas, _listed, {"action": "append"})
+
+
+def numbers_by_name(example: str) -> Kind:
+    """Numbers by name: a flag ``NAME=NUMBER`` that is given several times, a table in the file."""
+    return Kind("table of numbers", example, _as_numbers, _listed, {"action": "append"})
 
 
 def switch() -> Kind:

@@ -5,7 +5,8 @@ without one. Sizes are those of whole blocks, as kvpager keeps them. Nothing is 
 description, and no GPU is needed.
 
 Times are those of moving the bytes, by what kvpager bench measured here last, else by what one H200 on PCIe 5
-and a Redis and a disk beside it were measured to give (docs/performance.md).
+and a Redis and a disk beside it were measured to give (docs/performance.md). Where kvpager bench --calibrate
+measured the model, computing a session again is told, too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from time import localtime, strftime
 from typing import Any, Final
 
+from ..kvstore.calibration import known_calibration
 from ..tiers.errors import ConfigError, ModelError
 from ..tiers.memory import format_bytes, parse_bytes
 from ..tiers.pinned import arena_sizes
@@ -88,6 +90,14 @@ class _Wake:
     measured: str
 
 
+@dataclass(frozen=True)
+class _ComputedAgain:
+    """How long computing a session again takes, by the calibration."""
+
+    device: str
+    seconds: float
+
+
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
@@ -151,11 +161,13 @@ def _run(options: argparse.Namespace) -> int:
     rooms = _rooms(options, shape, tokens, notes)
     path = measurements_path(os.environ)
     measurements = kept(path)
+    again = _computed_again(options.model, tokens, shape)
     wakes = [_wake(name, way, shape.bytes_for(tokens), measurements) for name, way in _WAYS.items()]
     if options.json:
-        print(json.dumps(_as_json(shape, tokens, rooms, wakes, notes), indent=2))
+        told = _as_json(shape, tokens, rooms, wakes, notes)
+        print(json.dumps({**told, "computed_again": [asdict(one) for one in again]}, indent=2))
     else:
-        _print(shape, tokens, rooms, wakes, notes, measurements)
+        _print(shape, tokens, rooms, wakes, again, notes, measurements)
     return 0
 
 
@@ -223,6 +235,23 @@ def _rooms(options: argparse.Namespace, shape: ModelShape, tokens: int, notes: l
     ]
 
 
+def _computed_again(model: str | None, tokens: int, shape: ModelShape) -> list[_ComputedAgain]:
+    """What computing a session's tokens takes on each device that this model was calibrated on.
+
+    By the name that it was asked for by: what identifies it are its weights, which are not read here.
+    """
+    found = known_calibration()
+    if model is None or found is None:
+        return []
+    tokens = min(tokens, shape.most_tokens or tokens)
+    return [
+        _ComputedAgain(device, one.compute.seconds(0, tokens))
+        for device, costs in found.devices.items()
+        for one in costs.models.values()
+        if one.name == model
+    ]
+
+
 def _wake(name: str, way: _Way, nbytes: int, measurements: Measurements | None) -> _Wake:
     rate, where = way.usual, way.where
     if measurements is not None:
@@ -268,6 +297,7 @@ def _print(
     tokens: int,
     rooms: list[_Room],
     wakes: list[_Wake],
+    again: list[_ComputedAgain],
     notes: list[str],
     measurements: Measurements | None,
 ) -> None:
@@ -304,6 +334,8 @@ def _print(
             f"  from {wake.words:<46}{_seconds(wake.seconds):>9}   {wake.bytes_per_second / 1e9:6.2f} GB/s, "
             f"{wake.measured}"
         )
+    for one in again:
+        print(f"  or it is computed again, {one.device:<36}{_seconds(one.seconds):>9}")
     if measurements is None:
         print("(kvpager bench measures this machine.)")
     for note in notes:

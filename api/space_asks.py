@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..kvstore.handles import Generations, Lease, Reservation, ReserveStatus, SlotOwner
 from ..kvstore.hashing import HASH_BYTES, Tokens, hash_blocks
 from ..kvstore.lineage import NO_PARENT, ChainPlace, Lineage, expect_lineage, expect_place
-from ..kvstore.policy import Ids
+from ..kvstore.policy import Ids, Retention, expect_retention
 from ..kvstore.session import SessionRecord
 from ..tiers.errors import ConfigError, ProtocolError
 from ..tiers.layout import KVLayout
@@ -64,13 +64,21 @@ class LoadedLease(Lease):
 
     Attributes:
         loaded: how many of them were.
+        seconds: how long that took; 0: not known.
     """
 
     def __init__(
-        self, space: SlotOwner, slots: Ids, generations: Generations, cold: int = 0, loaded: int = 0
+        self,
+        space: SlotOwner,
+        slots: Ids,
+        generations: Generations,
+        cold: int = 0,
+        loaded: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         super().__init__(space, slots, generations, cold)
         self.loaded = loaded
+        self.seconds = seconds
 
 
 class SpaceAsks:
@@ -197,11 +205,14 @@ class SpaceAsks:
         seconds = 0.0 if ttl is None else expect_seconds("ttl", ttl, above=True)
         return self._counted(lambda number: Pin(number, names, seconds))
 
-    def hint(self, hashes: Sequence[bytes], wanted: bool) -> Ask[int]:
+    def hint(self, hashes: Sequence[bytes], wanted: bool, retention: Retention | None) -> Ask[int]:
         """Say what will be wanted, or not."""
         names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
         wanted = expect_flag("wanted", wanted)
-        return self._counted(lambda number: Hint(number, names, wanted))
+        retention = expect_retention(retention)
+        given = {} if retention is None else vars(retention)
+        advice = {name: value for name, value in given.items() if value is not None}
+        return self._counted(lambda number: Hint(number, names, wanted, advice))
 
     def unpin(self, hashes: Sequence[bytes]) -> Ask[int]:
         """Let pinned blocks be evicted again."""
@@ -297,7 +308,7 @@ class SpaceAsks:
             raise ProtocolError("more blocks were leased than were asked for")
         self._check(handles)
         self._space.held.add_leases(handles)
-        return LoadedLease(self._owner, got.slots, got.generations, got.cold, got.loaded)
+        return LoadedLease(self._owner, got.slots, got.generations, got.cold, got.loaded, got.seconds)
 
     def _no_lease(self) -> LoadedLease:
         return LoadedLease(self._owner, np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))

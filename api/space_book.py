@@ -27,6 +27,11 @@ class SpaceBook:
             self._spaces.append(space)
         return SpaceOpened(number, space.id, space.slots_per_extent)
 
+    def find(self, space: bytes) -> HostSpace | None:
+        """The space of this id; None where the connection has not opened it."""
+        number = self._numbers.get(space)
+        return None if number is None else self._spaces[number]
+
     def space(self, number: int) -> HostSpace:
         """The space of a number.
 

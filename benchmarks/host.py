@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from kvpager.benchmarks.report import write_report
 from kvpager.kvstore.host import HostStore
-from kvpager.kvstore.policy import LRUPolicy
+from kvpager.kvstore.lru_policy import LRUPolicy
 from kvpager.tiers.layout import KVLayout
 from kvpager.tiers.memory import format_bytes
 

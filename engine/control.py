@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..kvstore.calls import ControlCalls, EngineCommand
-from ..kvstore.control import MOST_SESSIONS, CommandKind, EngineReport
+from ..kvstore.control import ENGINE_COUNTS, MOST_SESSIONS, CommandKind, EngineReport
 from ..kvstore.session import SleepingSequence
 from ..kvstore.store import TieredStore
 from ..tiers.errors import ClosedError, KVPagerError, RequestError
@@ -122,6 +122,7 @@ class Control:
         up, down = self._blocks_moved()
         seconds = max(now - self._moved_at, 1e-3)
         before, self._moved, self._moved_at = self._moved, (up, down), now
+        counts = self._store.stats.snapshot()
         pool, nbytes = self._store.pool, self._store.layout.block_bytes
         return EngineReport(
             {name: sessions[name] for name in names},
@@ -130,6 +131,9 @@ class Control:
             pool.capacity - self._store.available_blocks,
             (up - before[0]) * nbytes / seconds,
             (down - before[1]) * nbytes / seconds,
+            self._store.space,
+            self._store.costs.model,
+            {name: counts[name] for name in ENGINE_COUNTS},
         )
 
     def _blocks_moved(self) -> tuple[int, int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +20,21 @@ import numpy.typing as npt
 from ..kvstore.calls import ControlCalls, HostCalls
 from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
+from ..kvstore.policy import MOST_PRIORITY, policy_names
 from ..kvstore.store import TieredStore
 from ..tiers.cold import ColdTier, expect_cold_tier, is_open
 from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
 from ..tiers.settings import (
     expect_bytes,
+    expect_choice,
     expect_flag,
     expect_integer,
+    expect_path,
     expect_seconds,
     expect_text,
     expect_type,
 )
+from .compute_times import learn_compute
 from .control import Control
 from .loader import LoadedModel
 from .requests import Prompt, PromptReader, as_params, as_prompts, names_of, params_of
@@ -36,13 +42,17 @@ from .runner import Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
+from .session_calls import SessionCalls
 from .sessions import Sessions
-from .sizing import default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
+from .sizing import costs_on, default_host_bytes, device_blocks_of, loaded_on, mover_on, told_by_bytes
 from .text import Texts
+from .waking import Swap
 
 __all__ = ["LLM", "Completion"]
 
 _log = logging.getLogger(__name__)
+
+_TELL_COSTS_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,7 @@ class LLM:
         cold: the cold tier, or None. It is closed with the engine, but not by an engine that cannot be made.
         host: host memory of others, and the cold tier behind it: what `kvpager.connect` returns, or a
             `HostStore`. It takes the place of `host_bytes` and `cold`, and is not closed with the engine.
+        policy: name of the eviction policy of the device tier, and of this engine's own host memory.
         max_sequences: sequences that run at a time.
         max_tokens: tokens of one sequence; None for what the model takes.
         step_tokens: tokens that one step computes at most; `max_sequences` where that is more.
@@ -99,7 +110,12 @@ class LLM:
         cuda_graphs: on a GPU, capture steps that only decode in CUDA graphs, one for each of a few sizes of
             batches as they first come; they take memory beside the device tier. Without effect where there
             is no kernel for the model's KV.
+        gate: bring blocks up from the cold tier only where that ends sooner than computing them.
+        calibration: the file in which `kvpager bench --calibrate` kept what links and models take here; None:
+            the usual one, if it is there (`kvstore.calibration`). The engine refines it by what it measures.
         tenant: salt that keeps this engine's KV apart from other tenants'.
+        swap: what becomes of sequences whose KV is not in the device tier, see `Swap`. The default decides by
+            costs; the others do as other engines do, to compare with. `recompute` goes without host memory.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range; the error names the setting.
@@ -120,12 +136,16 @@ class LLM:
         host_bytes: int | None = None,
         cold: ColdTier | None = None,
         host: HostCalls | None = None,
+        policy: str = "lru",
         max_sequences: int = 64,
         max_tokens: int | None = None,
         step_tokens: int = 512,
         load_seconds: float = 5.0,
         cuda_graphs: bool = True,
+        gate: bool = True,
+        calibration: str | Path | None = None,
         tenant: bytes = b"",
+        swap: Swap | str = Swap.ATTEND,
     ) -> None:
         block_size = expect_integer("block_size", block_size, 1)
         device_blocks = _none_or_integer("device_blocks", device_blocks, 1)
@@ -136,7 +156,16 @@ class LLM:
         step_tokens = expect_integer("step_tokens", step_tokens, 1)
         load_seconds = expect_seconds("load_seconds", load_seconds)
         cuda_graphs = expect_flag("cuda_graphs", cuda_graphs)
+        gate = expect_flag("gate", gate)
+        if calibration is not None:
+            calibration = expect_path("calibration", calibration)
         tenant = expect_bytes("tenant", tenant)
+        expect_choice("policy", policy, policy_names())
+        swap = Swap(expect_choice("swap", swap, [one.value for one in Swap]))
+        if swap is Swap.RECOMPUTE:
+            if host_bytes or host is not None:
+                raise ConfigError("swap", "recompute goes without host memory; give none")
+            host_bytes = 0
         if host is not None:
             for setting, value in (("host_bytes", host_bytes), ("cold", cold)):
                 if value is not None:
@@ -157,9 +186,20 @@ class LLM:
         blocks = device_blocks_of(self.layout, device, device_blocks, device_bytes)
         host_bytes = default_host_bytes() if host_bytes is None else host_bytes
         on_gpu = device if device != "cpu" else None
+        step_tokens = max(step_tokens, max_sequences)
+        costs = costs_on(
+            device,
+            self.layout,
+            self._loaded.identity,
+            calibration=calibration,
+            cold=None if cold is None else cold.name,
+            step_tokens=step_tokens,
+        )
         with ExitStack() as undo:
             self.host = (
-                HostStore(host_bytes, cold=cold, device=on_gpu) if host is None and host_bytes else None
+                HostStore(host_bytes, cold=cold, policy=policy, device=on_gpu)
+                if host is None and host_bytes
+                else None
             )
             if self.host is not None:
                 # Whoever opened the cold tier has no engine that would close it, and may try again.
@@ -174,21 +214,28 @@ class LLM:
                     host=host if host is not None else self.host,
                     device=device,
                     max_sequences=max_sequences,
+                    policy=policy,
                     mover=mover,
+                    costs=costs,
                 )
             undo.callback(self.store.close)
             self._scheduler = Scheduler(
                 self.store,
                 max_sequences=max_sequences,
                 max_tokens=self.max_tokens,
-                step_tokens=max(step_tokens, max_sequences),
+                step_tokens=step_tokens,
                 load_seconds=load_seconds,
+                gate=gate,
+                swap=swap,
             )
             self._runner = Runner(self._loaded.model, self.store, self.max_tokens, cuda_graphs=cuda_graphs)
             self._prompts = PromptReader(self._loaded)
             self._texts = Texts(self._loaded.tokenizer)
             self._sessions = Sessions(
                 self.store, cold, load_seconds, has_cold=cold is not None or host is not None
+            )
+            self._session_calls = SessionCalls(
+                self.store, self._scheduler, self._sessions, self._between_steps
             )
             operators: object = host
             self._control: Control | None = None
@@ -197,6 +244,7 @@ class LLM:
             undo.pop_all()
         self._cold = cold
         self._next_id = 0
+        self._tell_costs_at = 0.0
         self._driven = threading.Lock()
         self._closed = False
         self._ended = False  # closed to the end: what was interrupted may be closed again
@@ -209,6 +257,11 @@ class LLM:
     def encode_chat(self, messages: Many[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins, see `LoadedModel.encode_chat`."""
         return self._loaded.encode_chat(messages)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens have ids below this."""
+        return self._loaded.config.vocab_size
 
     @property
     def closed(self) -> bool:
@@ -238,6 +291,7 @@ class LLM:
         params: SamplingParams | Many[SamplingParams] | None = None,
         *,
         sessions: Many[str | None] | None = None,
+        priority: int = 0,
     ) -> list[Completion]:
         """Answer prompts, as many at once as there is room for.
 
@@ -245,6 +299,7 @@ class LLM:
             prompts: one prompt, or a list of them.
             params: for all, or one for each; None for the defaults.
             sessions: ids of conversations to keep between calls, one for each prompt.
+            priority: of all of them, see `submit`.
 
         Returns:
             one completion for each prompt, in their order. One that no tier had room for says so in its
@@ -262,7 +317,7 @@ class LLM:
         sequences: list[Sequence] = []
         try:
             for prompt, one, name in zip(given, of_each, names, strict=True):
-                sequences.append(self.submit(prompt, one, session=name))
+                sequences.append(self.submit(prompt, one, session=name, priority=priority))
             while any(sequence.state is not SequenceState.FINISHED for sequence in sequences):
                 self.step()
         finally:
@@ -271,9 +326,14 @@ class LLM:
         return [self.completion(sequence) for sequence in sequences]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, session: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        session: str | None = None,
+        priority: int = 0,
     ) -> Iterator[str]:
-        """Answer one prompt piece by piece. Other sequences go on meanwhile.
+        """Answer one prompt piece by piece. Other sequences go on meanwhile. Arguments as of `submit`.
 
         Raises:
             RequestError: as `generate`; or the model has no tokenizer.
@@ -282,7 +342,7 @@ class LLM:
         """
         self._check_open()
         self._check_speaks()
-        sequence = self.submit(prompt, params, session=session)
+        sequence = self.submit(prompt, params, session=session, priority=priority)
         text = self._texts.watch(sequence)
         try:
             while sequence.state is not SequenceState.FINISHED:
@@ -309,26 +369,31 @@ class LLM:
         *,
         session: str | None = None,
         salt: bytes = b"",
+        priority: int = 0,
     ) -> Sequence:
         """Queue a prompt. `step` makes it go on; `completion` tells what became of it.
 
         Args:
             session: id of the conversation that it continues, or begins.
             salt: KV is shared only between requests of the same salt; one that is used once shares none.
+            priority: from -100 to 100. Who has a higher one is put to sleep last, and goes before those that
+                came up to `PRIORITY_SECONDS` earlier for each step between them.
 
         Raises:
             RequestError: the prompt is empty, too long, or not to be understood.
-            ConfigError: `params`, `session` or `salt` is of a wrong type.
+            ConfigError: `params`, `session`, `salt` or `priority` is of a wrong type or out of range.
             ClosedError: the engine is closed.
         """
         self._check_open()
         params = SamplingParams() if params is None else as_params(params)
         if session is not None:
             expect_text("session", session)
+        priority = expect_integer("priority", priority, -MOST_PRIORITY, MOST_PRIORITY)
         root = replace(self._identity, salt=expect_bytes("salt", salt)).root
         tokens = self._prompts.tokens(prompt)
         self._check(tokens, params)
         sequence = self._sequence(tokens, params, session, root)
+        sequence.priority = priority
         self._sessions.check_cold()
         if session is not None:
             sequence.partial_at, sequence.lookup = self._sessions.look_up(session, tokens, root)
@@ -361,6 +426,7 @@ class LLM:
                 f"max_tokens allows {params.max_tokens}"
             )
         twin = self._sequence(prompt, params, None, sequence.root)
+        twin.priority = sequence.priority
         self._scheduler.fork(sequence, twin)
         if params.stop:
             self._texts.watch(twin)
@@ -386,12 +452,17 @@ class LLM:
 
     def _step(self) -> list[Sequence]:
         self.store.poll()
+        if (now := time.monotonic()) >= self._tell_costs_at:
+            self._tell_costs_at = now + _TELL_COSTS_SECONDS
+            self.store.tell_costs()
         if self._control is not None:
             self._control.between_steps()
         step = self._scheduler.schedule()
         finished = self._scheduler.take_given_up()
         if step is not None:
+            began = time.perf_counter()
             sampled = self._runner.run(step, self._scheduler)
+            learn_compute(self.store, step, time.perf_counter() - began)
             finished += self._scheduler.postprocess(step, sampled)
             for sequence in self._texts.read(self._scheduler.tokens_of):
                 self._scheduler.finish(sequence, FinishReason.STOP)
@@ -426,6 +497,13 @@ class LLM:
         finally:
             self._driven.release()
 
+    @contextmanager
+    def _between_steps(self, what: str) -> Iterator[None]:
+        """`_driving` for an engine that is open."""
+        self._check_open()
+        with self._driving(what):
+            yield
+
     def completion(self, sequence: Sequence) -> Completion:
         """What became of a finished sequence.
 
@@ -451,6 +529,11 @@ class LLM:
         )
 
     # Sessions
+
+    @property
+    def sessions(self) -> SessionCalls:
+        """The conversations of this engine: where they are, to be put to sleep, woken, brought up ahead."""
+        return self._session_calls
 
     def save_sessions(self) -> int:
         """Keep what is needed to go on with every conversation in another process; returns how many.

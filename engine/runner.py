@@ -16,8 +16,9 @@ from ..tiers.errors import IntegrityError
 from .model import CausalLM, ForwardBatch
 from .padded import PaddedDecode, can_capture
 from .sampler import UNLIMITED, SamplingBatch, sample
-from .scheduler import Scheduler, Step
+from .scheduler import Scheduler
 from .sequence import Sequence
+from .step import Step
 from .upload import upload
 
 __all__ = ["Runner"]

@@ -2,18 +2,17 @@
 
 Continuous batching with chunked prefill (Yu et al., Orca, OSDI'22; Agrawal et al., Sarathi-Serve, OSDI'24):
 every decoding sequence gets one token a step, and what is left of the step's token budget goes to
-chunks of prompts, oldest first. When the device tier is full the youngest sequence is put to sleep: its
-KV goes to host memory, and it wakes before anyone new is admitted.
-
-State of running sequences lies in arrays over rows of the block table, so that a step that only decodes
-costs a few array operations, not a loop over sequences.
+chunks of prompts, oldest first. When the device tier is full the sequence whose sleep costs least goes to
+host memory (`preemption`). Who waits, asleep or new, stands in one order (`line`), and comes in when there is
+room for all of it: read where it lies, or copied up first, as the step's budget allows (`waking`). Where
+there is none, those that had their stretch make some (`turns`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -22,60 +21,53 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kvstore.calls import LoadCalls
+from ..kvstore.stats import Counters
 from ..kvstore.store import Install, NamedPrompt, Opened, TieredStore
 from ..tiers.errors import CapacityError, RequestError
+from .gate import LoadGate
+from .line import Line
+from .pace import Pace
+from .preemption import LEAST_STEPS, Candidates, cheapest_sleep
+from .running import RunningSequences
 from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
+from .step import Chunk, Rows, Step
+from .turns import Turns
+from .waking import HostBudget, Swap
 
-__all__ = ["Chunk", "Scheduler", "Step"]
+__all__ = ["Scheduler", "SchedulerStats"]
 
 _log = logging.getLogger(__name__)
-
-Rows = npt.NDArray[np.int64]
 
 # How many waiting sequences are looked at in a step: the first of them may wait for their blocks.
 _LOOK_AHEAD: Final = 8
 # How long a sequence that cannot go on waits for room in host memory that may come: a write to the cold tier
 # may take less.
 _ROOM_SECONDS: Final = 10.0
+# Times an undisturbed step, from which on it is reading in place that a step takes its time for.
+_LONG: Final = 4.0
+# What one copy brings up, so that a long sequence can join the steps before the last of it is there.
+_PIECE_BYTES: Final = 64 << 20
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens ``[start, start + count)`` of a sequence whose KV this step computes.
+@dataclass
+class SchedulerStats(Counters):
+    """What a `Scheduler` did since it was made."""
 
-    `last`: the last of them is the newest token known, so its logits are wanted.
-    """
-
-    sequence: Sequence
-    row: int
-    start: int
-    count: int
-    last: bool
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one forward pass computes.
-
-    Attributes:
-        rows: int64 [n], the rows that decode, ascending.
-        lengths: int64 [n], tokens of each whose KV is there: the position of the token that runs.
-        tokens: int32 [n], these tokens.
-        chunks: the prompts' parts.
-        install: what the step copies to the device tier as it reads it, or None.
-    """
-
-    rows: Rows
-    lengths: Rows
-    tokens: npt.NDArray[np.int32]
-    chunks: tuple[Chunk, ...]
-    install: Install | None = None
-
-    @property
-    def sampled_rows(self) -> Rows:
-        """int64: the rows that get a token, in the order of the logits."""
-        ends = [chunk.row for chunk in self.chunks if chunk.last]
-        return np.concatenate([self.rows, np.array(ends, dtype=np.int64)]) if ends else self.rows
+    steps: int = 0
+    preemptions: int = 0
+    """Sequences that were put to sleep to make room, turns counted."""
+    turns: int = 0
+    """Of these, whose stretch was over while others waited."""
+    attended: int = 0
+    """Sequences that came back and read in place at once what was not in the device tier."""
+    copied_first: int = 0
+    """Sequences that came back when their blocks had been copied up."""
+    read_in_place: int = 0
+    """Blocks that steps read in host memory; one that they read in every step counts each time."""
+    installed: int = 0
+    """Of these, blocks that stayed in the device tier then."""
+    copied: int = 0
+    """Blocks that the copy engine brought up."""
 
 
 class Scheduler:
@@ -87,6 +79,9 @@ class Scheduler:
         max_tokens: tokens of one sequence, prompt and output.
         step_tokens: tokens a step may compute, decoding ones counted.
         load_seconds: how long a sequence waits for blocks from the cold tier before it is computed.
+        gate: whether blocks come up from there only where that ends sooner than computing them.
+        swap: what becomes of sequences whose KV is not in the device tier.
+        clock: seconds, of whichever origin, by which steps are measured.
     """
 
     def __init__(
@@ -97,35 +92,43 @@ class Scheduler:
         max_tokens: int,
         step_tokens: int,
         load_seconds: float,
+        gate: bool = True,
+        swap: Swap = Swap.ATTEND,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.store = store
         self.max_tokens = max_tokens
         self.step_tokens = step_tokens
         self.load_seconds = load_seconds
-        # Zeroed by the allocator: pages that no sequence reaches are never touched.
-        self.tokens = np.zeros((max_sequences, max_tokens), dtype=np.int32)
+        self.swap = swap
+        self.stats = SchedulerStats()
+        self.pace = Pace(clock)
+        self._running = RunningSequences(store, max_sequences, max_tokens)
+        self.tokens = self._running.tokens
         """int32 [rows, max_tokens]: all tokens of the sequences that have a row."""
-        self.counts = np.zeros(max_sequences, dtype=np.int64)
+        self.counts = self._running.counts
         """int64 [rows]: how many of them are known."""
-        self.owners = np.full(max_sequences, -1, dtype=np.int64)
+        self.owners = self._running.owners
         """int64 [rows]: ids of the sequences that have them; of the last one where none has."""
-        self._limits = np.zeros(max_sequences, dtype=np.int64)
-        self._stops = np.full((max_sequences, 1), -1, dtype=np.int32)
-        self._sequences: list[Sequence | None] = [None] * max_sequences
-        self._waiting: deque[Sequence] = deque()
-        self._asleep: deque[Sequence] = deque()
-        self._held: list[Sequence] = []
-        """Asleep until they are told to go on, whether there is room or not."""
-        self._prefilling: list[Sequence] = []
-        self._computing: dict[bytes, int] = {}
-        """Prefix hashes of blocks that prefilling sequences are about to compute, and whose they are."""
-        self._decoding: Rows = np.empty(0, dtype=np.int64)
+        self._waiting = Line()
+        self._asleep = Line()
+        self._held: dict[int, Sequence] = {}
+        """By id. Asleep until they are told to go on, whether there is room or not."""
+        self._budget = HostBudget(swap, store, self._running, self.pace)
+        self._turns = Turns(store.costs, self.pace)
         self._came_far: set[int] = set()
         """Rows that were attached to far blocks, and have not been in a step since."""
         self._room_came = True
         """Whether trying to admit or to wake may have another outcome than last time."""
+        self._blocked: tuple[Sequence, int] | None = None
+        """Who is next and had no room, and how many blocks there are to be available for it."""
         self._given_up: list[Sequence] = []
-        self.preemptions = 0
+        self._least_blocks = -(-LEAST_STEPS // store.layout.block_size)
+        """Blocks that a sequence may want in the steps that it is to have before it sleeps again."""
+        self._piece = max(1, _PIECE_BYTES // store.layout.block_bytes)
+        self._copied = 0
+        """Blocks that began to come up since the last step."""
+        self._gate = LoadGate(store, closed=gate)
 
     def __len__(self) -> int:
         """Sequences that are not finished."""
@@ -134,7 +137,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that have a row."""
-        return len(self._prefilling) + len(self._decoding)
+        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -147,11 +150,15 @@ class Scheduler:
         return len(self._asleep)
 
     @property
+    def preemptions(self) -> int:
+        """How often a sequence was put to sleep to make room."""
+        return self.stats.preemptions
+
+    @property
     def unfinished(self) -> list[Sequence]:
         """The sequences that are not finished, in the order of arrival."""
-        decoding = [self.sequence_at(row) for row in self._decoding.tolist()]
         return sorted(
-            [*self._waiting, *self._asleep, *self._held, *self._prefilling, *decoding],
+            [*self._waiting, *self._asleep, *self._held.values(), *self._running.sequences],
             key=lambda sequence: sequence.id,
         )
 
@@ -161,7 +168,7 @@ class Scheduler:
         """Queue a sequence."""
         if sequence.lookup is None:
             self._name(sequence)
-        self._waiting.append(sequence)
+        self._waiting.add(sequence, sequence.arrived_at)
         self._room_came = True
 
     def _name(self, sequence: Sequence) -> None:
@@ -181,7 +188,8 @@ class Scheduler:
         twin.tokens = self.tokens_of(sequence).copy()
         row = self.store.fork(sequence.row)
         twin.scheduled_at = twin.first_token_at = time.monotonic()
-        self._enter(twin, row, int(self.store.lengths[row]))
+        self._enter(twin, row)
+        self._start(twin, row)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence wherever it stands. A session's KV sleeps; another's stays cached."""
@@ -189,8 +197,8 @@ class Scheduler:
             return
         if sequence.row is not None:
             self._leave(sequence, keep=sequence.session is not None)
-        elif sequence in self._held:
-            self._held.remove(sequence)
+        elif sequence.id in self._held:
+            del self._held[sequence.id]
         elif sequence.state is SequenceState.ASLEEP:
             self._asleep.remove(sequence)
         else:
@@ -209,7 +217,7 @@ class Scheduler:
         Raises:
             RequestError: it has not begun, or has ended.
         """
-        if sequence in self._held:
+        if self.holds(sequence):
             return
         if sequence.row is not None:
             self._leave(sequence, keep=True)
@@ -221,23 +229,21 @@ class Scheduler:
             raise RequestError(
                 f"sequence {sequence.id} is {sequence.state.value}; it has nothing to sleep with"
             )
-        self._held.append(sequence)
+        self._held[sequence.id] = sequence
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether it sleeps until `let_go_on`."""
-        return sequence in self._held
+        return sequence.id in self._held
 
     def let_go_on(self, sequence: Sequence) -> None:
         """A sequence that is held wakes when there is room, after those that wait for that already."""
-        self._held.remove(sequence)
-        self._asleep.append(sequence)
+        del self._held[sequence.id]
+        self._asleep.add(sequence, time.monotonic())
         self._room_came = True
 
     def tokens_of(self, sequence: Sequence) -> npt.NDArray[np.int32]:
         """All tokens known of a sequence, int32; a view that the next step may outdate."""
-        if sequence.row is None:
-            return sequence.tokens
-        return self.tokens[sequence.row, : self.counts[sequence.row]]
+        return self._running.tokens_of(sequence)
 
     def sequence_at(self, row: int) -> Sequence:
         """The sequence that has a row.
@@ -245,33 +251,46 @@ class Scheduler:
         Raises:
             LookupError: none has it.
         """
-        sequence = self._sequences[row]
-        if sequence is None:
-            raise LookupError(f"row {row} has no sequence")
-        return sequence
+        return self._running.at(row)
 
     # Schedule, and postprocess
 
     def schedule(self) -> Step | None:
-        """The next step; None where nothing can run now (loads are awaited, or there is no work).
+        """The next step; None where nothing can run now (blocks are awaited, or there is no work).
 
         A sequence that no tier has room for, though it runs alone, ends here: `take_given_up`.
         """
+        self._gate.settle()
+        running = self._running
         # First of all: their slots may be granted to others, and come up for others, by now.
         for row in self.store.take_lost_rows():
             self._put_to_sleep(self.sequence_at(row), keep_tail=False)
-        if self._asleep:
-            self._wake()
-        if self._waiting:
-            self._admit()
+        self._budget.begin_step()
+        if running.arriving:
+            self._join()
+        if self._waiting or self._asleep:
+            self._let_in()
+            if self._blocked is not None and self._take_turns():
+                self._let_in()
         self._room_to_decode()
-        chunks = self._chunks(self.step_tokens - len(self._decoding)) if self._prefilling else ()
-        rows = self._decoding
+        chunks = self._chunks(self.step_tokens - len(running.decoding)) if running.prefilling else ()
+        rows = running.decoding
         if not len(rows) and not chunks:
             return None
         lengths = self.store.lengths[rows]
         install = self._bring_near(rows, chunks) if self._came_far else None
-        return Step(rows, lengths, self.tokens[rows, lengths], chunks, install)
+        step = Step(
+            rows,
+            lengths,
+            self.tokens[rows, lengths],
+            chunks,
+            install,
+            self.store.read_in_place(_readers(rows, chunks)),
+            self._copied,
+        )
+        self._copied = 0
+        self.pace.begin()
+        return step
 
     def take_given_up(self) -> list[Sequence]:
         """The sequences that `schedule` has ended since the last call, with `FinishReason.CAPACITY`."""
@@ -287,7 +306,11 @@ class Scheduler:
         Returns:
             the sequences that finished.
         """
+        self._learn(step, self.pace.end(disturbed=bool(step.chunks) or step.read_in_place > 0))
+        self.stats.steps += 1
+        self.stats.read_in_place += step.read_in_place
         if step.install is not None:
+            self.stats.installed += len(np.unique(step.install.destinations))
             self.store.finish_install()
         if len(step.rows):
             self.store.append(step.rows, step.tokens)
@@ -296,14 +319,9 @@ class Scheduler:
             self.store.advance(chunk.row, tokens)
             chunk.sequence.computed += chunk.count
         rows = step.sampled_rows
-        counts = self.counts[rows]
-        self.tokens[rows, counts] = sampled
-        counts += 1
-        self.counts[rows] = counts
+        stopped, ended = self._running.take(rows, sampled)
         if step.chunks:
             self._start_decoding(step.chunks)
-        stopped = (self._stops[rows] == sampled[:, None]).any(axis=1)
-        ended = (stopped | (counts >= self._limits[rows])).nonzero()[0]
         finished = []
         for at in ended.tolist():
             sequence = self.sequence_at(int(rows[at]))
@@ -312,8 +330,11 @@ class Scheduler:
         return finished
 
     def wait(self, seconds: float) -> None:
-        """Wait, `seconds` at most, for the load or the session's record that the next to run needs."""
-        for sequence in (*self._asleep, *self._waiting):
+        """Wait, `seconds` at most, for what the next to run needs: copies, a load, its session's record."""
+        if self._running.arriving:
+            self.store.wait_for_promotion(seconds)
+            return
+        for sequence in (*islice(self._asleep, _LOOK_AHEAD), *islice(self._waiting, _LOOK_AHEAD)):
             if sequence.lookup is not None and not sequence.lookup.done():
                 sequence.lookup.wait(seconds)
                 return
@@ -325,80 +346,52 @@ class Scheduler:
 
     # Inside
 
-    def _enter(self, sequence: Sequence, row: int, length: int) -> None:
-        """A sequence was given a row; the KV of its first `length` tokens is there."""
-        count = len(sequence.tokens)
+    def _enter(self, sequence: Sequence, row: int) -> None:
+        """A sequence was given a row, with the KV that was found."""
+        sequence.end_load()
+        self._running.enter(sequence, row, self.stats.steps)
+
+    def _start(self, sequence: Sequence, row: int) -> None:
+        """A sequence that entered takes part in steps from now on."""
         if self.store.far_blocks(row):
             self._came_far.add(row)
-        sequence.row = row
-        sequence.end_load()
-        self._sequences[row] = sequence
-        self.owners[row] = sequence.id
-        self.tokens[row, :count] = sequence.tokens
-        self.counts[row] = count
-        self._limits[row] = min(self.max_tokens, sequence.num_prompt + sequence.params.max_tokens)
-        stops = sequence.stop_ids
-        if len(stops) > self._stops.shape[1]:
-            wider = np.full((len(self._stops), len(stops)), -1, dtype=np.int32)
-            wider[:, : self._stops.shape[1]] = self._stops
-            self._stops = wider
-        self._stops[row] = -1
-        self._stops[row, : len(stops)] = stops
-        if length == count - 1 and count > sequence.num_prompt:
-            sequence.state = SequenceState.DECODING
-            self._decoding = np.sort(np.append(self._decoding, row))
-        else:
-            sequence.state = SequenceState.PREFILLING
-            if sequence.prompt is not None:
-                computing = sequence.prompt.hashes[length // self.store.layout.block_size :]
-                self._computing.update(dict.fromkeys(computing, sequence.id))
-            self._prefilling.append(sequence)
-            self._prefilling.sort(key=lambda other: other.id)
+        self._running.start(sequence, row, self.stats.steps)
 
     def _leave(self, sequence: Sequence, *, keep: bool, keep_tail: bool = True) -> None:
         """Take a sequence's row away; with `keep` its KV sleeps, the partly filled block if `keep_tail`."""
         row = sequence.row
         if row is None:
             return
-        sequence.tokens = self.tokens_of(sequence).copy()
-        if sequence.state is SequenceState.DECODING:
-            self._decoding = self._decoding[self._decoding != row]
-        else:
-            self._end_prefill(sequence)
+        self._running.leave(sequence, row)
         if keep:
             sequence.sleeping = self.store.sleep(row, keep_tail=keep_tail)
         else:
             self.store.close_row(row)
-        sequence.row = None
-        self._sequences[row] = None
         self._came_far.discard(row)
         self._room_came = True
 
-    def _end_prefill(self, sequence: Sequence) -> None:
-        self._prefilling.remove(sequence)
-        for name in sequence.prompt.hashes if sequence.prompt is not None else ():
-            if self._computing.get(name) == sequence.id:
-                del self._computing[name]
+    def _learn(self, step: Step, seconds: float) -> None:
+        """A step that took much longer for what it read in place says what that costs."""
+        undisturbed = self.pace.step_seconds
+        if step.read_in_place and not step.chunks and undisturbed and seconds > _LONG * undisturbed:
+            self.store.costs.in_place.moved(step.read_in_place * self.store.layout.block_bytes, seconds)
 
     def _start_decoding(self, chunks: tuple[Chunk, ...]) -> None:
         now = time.monotonic()
-        ready = [chunk for chunk in chunks if chunk.last]
-        for chunk in ready:
-            sequence = chunk.sequence
-            self._end_prefill(sequence)
-            sequence.state = SequenceState.DECODING
+        ready = [chunk.sequence for chunk in chunks if chunk.last]
+        self._running.decode(ready)
+        for sequence in ready:
             if sequence.first_token_at is None:
                 sequence.first_token_at = now
-        self._decoding = np.sort(np.append(self._decoding, [chunk.row for chunk in ready]).astype(np.int64))
 
     def _room_to_decode(self) -> None:
         """See that each decoding row has room for its next token; who does not fit is put to sleep."""
-        while len(self._decoding):
+        while len(self._running.decoding):
             try:
-                self.store.reserve(self._decoding, 1)
+                self.store.reserve(self._running.decoding, 1)
             except CapacityError:
                 if not self._make_room():
-                    self._give_up(self.sequence_at(int(self._decoding[0])))
+                    self._give_up(self.sequence_at(int(self._running.decoding[0])))
             else:
                 return
 
@@ -415,31 +408,64 @@ class Scheduler:
         self.finish(alone, FinishReason.CAPACITY)
         self._given_up.append(alone)
 
-    def _make_room(self, younger_than: Sequence | None = None) -> bool:
-        """Free device blocks: put the youngest sequence to sleep, or the last one's oldest blocks below.
+    def _make_room(self, for_chunk_of: Sequence | None = None) -> bool:
+        """Free device blocks: put a sequence to sleep, or the last one's oldest blocks below.
 
         Args:
-            younger_than: only sequences younger than this one may be put to sleep.
+            for_chunk_of: only younger sequences, and those of lower priority, may be put to sleep.
 
         Returns:
             whether there is more room than before.
         """
-        running = [self.sequence_at(row) for row in self._decoding.tolist()] + self._prefilling
-        youngest = max(running, key=lambda sequence: sequence.id)
-        if len(running) == 1:
-            return self._spill(youngest)
-        if younger_than is not None and youngest.id <= younger_than.id:
-            return False
-        self._put_to_sleep(youngest)
+        rows = self._running.rows
+        if len(rows) == 1:
+            return self._spill(self.sequence_at(int(rows[0])))
+        candidates = self._running.candidates(rows, self.stats.steps)
+        if for_chunk_of is not None:
+            lower = candidates.priorities < for_chunk_of.priority
+            lower |= (candidates.priorities == for_chunk_of.priority) & (candidates.ids > for_chunk_of.id)
+            candidates = candidates.take(lower)
+            if not len(candidates):
+                return False
+        self._put_to_sleep(self.sequence_at(self._victim(candidates)))
         return True
 
-    def _put_to_sleep(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
-        """Take a running sequence's row away until `_wake`."""
+    def _victim(self, candidates: Candidates) -> int:
+        """The row that costs least, asleep; other engines take the one that came last."""
+        if self.swap is not Swap.ATTEND:
+            return int(candidates.rows[candidates.ids.argmax()])
+        return cheapest_sleep(
+            candidates, self.store.private_blocks, self.store.costs.model, below=self.store.host is not None
+        )
+
+    def _put_to_sleep(self, sequence: Sequence, *, keep_tail: bool = True, turn: bool = False) -> None:
+        """Take a running sequence's row away until `_wake`; after its turn it goes to the end of the line."""
         self._leave(sequence, keep=True, keep_tail=keep_tail)
         sequence.state = SequenceState.ASLEEP
         sequence.preemptions += 1
-        self.preemptions += 1
-        self._asleep.appendleft(sequence)
+        self.stats.preemptions += 1
+        self.stats.turns += turn
+        self._asleep.add(sequence, time.monotonic() if turn else sequence.arrived_at)
+
+    def _take_turns(self) -> bool:
+        """Put those to sleep whose stretch is over, as far as who is next needs it; whether any was.
+
+        Where nothing below keeps what leaves the device tier there are no turns: it would be computed again.
+        """
+        if self.swap is not Swap.ATTEND or self.store.host is None or self._blocked is None:
+            return False
+        first, wanted = self._blocked
+        if first not in self._asleep and first not in self._waiting:
+            return False
+        candidates = self._running.candidates(self._running.decoding, self.stats.steps)
+        candidates = candidates.take(self._turns.over(candidates, first.priority))
+        took = False
+        while len(candidates) and (wanted > self.store.available_blocks or not self.store.table.free_rows):
+            row = self._victim(candidates)
+            self._put_to_sleep(self.sequence_at(row), turn=True)
+            candidates = candidates.take(candidates.rows != row)
+            took = True
+        return took
 
     def _spill_blocks(self) -> int:
         """How many blocks a sequence alone on the device lets go at once: enough for the next chunks."""
@@ -453,7 +479,7 @@ class Scheduler:
         waited for; where none of it can come, nothing is.
         """
         row, host = alone.row, self.store.host
-        if row is None or host is None:
+        if row is None or host is None or self.swap is Swap.COPY:
             return False
         self._came_far.discard(row)  # what goes below now would only be in the way again
         count = self._spill_blocks()
@@ -473,55 +499,129 @@ class Scheduler:
         """Device blocks that the running sequences may want in a moment."""
         return self.num_running + 1
 
-    def _wake(self) -> None:
-        """Wake sleepers, longest asleep first, while the device tier has room for them to go on."""
-        while self._asleep and self.store.table.free_rows and self._room_came:
-            sequence = self._asleep[0]
-            sleeping = sequence.sleeping
-            if sleeping is None:
-                raise LookupError(f"sequence {sequence.id} is asleep without its KV")
-            # What waking holds in the device tier again is not there for the others.
-            left = self.store.available_blocks - self.store.cached_blocks(sleeping)
-            if self.num_running and left < 2 * self._headroom():
-                return
-            if sequence.load_until is None:
-                self._start_load(sequence, self.store.start_load_sleeping(sleeping))
-            if sequence.loading():
-                return
-            # What was lost is computed again, which wants room as a new prompt does.
-            if not self._enter_if_room(sequence, self.store.wake(sleeping)):
-                return
-            self._asleep.popleft()
-            sequence.sleeping = None
+    def _join(self) -> None:
+        """Let those take part in steps whose blocks have come, or are near enough for this step's budget."""
+        for row, sequence in list(self._running.arriving.items()):
+            if not self.store.brings(row) or (
+                self._running.awake and self._budget.take(self.store.far_to_read(row))
+            ):
+                self._start(sequence, row)
 
-    def _admit(self) -> None:
-        """Give waiting sequences a row, in the order of arrival, while there is room for their prompts."""
-        while self._waiting and self.store.table.free_rows and not self._asleep and self._room_came:
-            sequence = self._next_to_admit()
-            if sequence is None or sequence.prompt is None:
+    def _let_in(self) -> None:
+        """Give rows to those that wait, in their order, while there is room for them to go on.
+
+        Who has to wait for blocks from the cold tier lets others pass, who has to wait for room does not:
+        small ones would pass a large one for ever.
+        """
+        if not self._room_came:
+            return
+        self._blocked = None
+        while (sequence := self._next()) is not None:
+            if not self.store.table.free_rows:
+                self._no_room(sequence, 0)
                 return
-            opened = self.store.open_named(sequence.prompt)
-            loaded = sequence.load.loaded * self.store.layout.block_size if sequence.load else 0
-            if not self._enter_if_room(sequence, opened):
+            asleep = sequence.state is SequenceState.ASLEEP
+            if not (self._wake(sequence) if asleep else self._admit(sequence)):
                 return
-            from_cold = min(loaded, opened.host)
-            sequence.cached = CachedTokens(opened.device, opened.host - from_cold, opened.cold + from_cold)
-            sequence.scheduled_at = time.monotonic()
-            self._waiting.remove(sequence)
+
+    def _next(self) -> Sequence | None:
+        """Who is to be let in next; None where nobody is, or no more should come up at once."""
+        if (
+            self._running.arriving
+            and self._running.awake
+            and self._blocks_arriving() >= self._budget.copies_at_once()
+        ):
+            return None
+        asleep = self._asleep.first
+        waiting = self._next_to_admit() if self._waiting else None
+        if asleep is None or (asleep.load is not None and asleep.loading()):
+            return waiting
+        if waiting is None or self._asleep.place_of(asleep) <= self._waiting.place_of(waiting):
+            return asleep
+        return waiting
+
+    def _blocks_arriving(self) -> int:
+        return sum(self.store.far_blocks(row) for row in self._running.arriving)
+
+    def _wake(self, sequence: Sequence) -> bool:
+        """Let a sleeper run again, if the device tier has room for it to go on; whether it runs."""
+        sleeping = sequence.sleeping
+        if sleeping is None:
+            raise LookupError(f"sequence {sequence.id} is asleep without its KV")
+        if self.num_running:
+            # What waking holds in the device tier again is not there for the others.
+            wanted = self.store.missing_blocks(sleeping) + self.store.cached_blocks(sleeping)
+            wanted += self._headroom() * (1 + self._least_blocks)
+            if wanted > self.store.available_blocks:
+                self._no_room(sequence, wanted)
+                return False
+        if sequence.load_until is None:
+            self._start_load(sequence, self._gate.start_sleeping(sleeping))
+        if sequence.loading():
+            return True
+        # What was lost is computed again, which wants room as a new prompt does.
+        if not self._enter_if_room(sequence, self.store.wake(sleeping)):
+            return False
+        self._asleep.remove(sequence)
+        sequence.sleeping = None
+        return True
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Let a new sequence run, if there is room for its prompt; whether it runs."""
+        if sequence.prompt is None:
+            raise LookupError(f"sequence {sequence.id} has no named prompt")
+        opened = self.store.open_named(sequence.prompt)
+        loaded = sequence.load.loaded * self.store.layout.block_size if sequence.load else 0
+        if not self._enter_if_room(sequence, opened):
+            return False
+        from_cold = min(loaded, opened.host)
+        sequence.cached = CachedTokens(opened.device, opened.host - from_cold, opened.cold + from_cold)
+        self._gate.opened(len(sequence.tokens), opened)
+        sequence.scheduled_at = time.monotonic()
+        self._waiting.remove(sequence)
+        return True
 
     def _enter_if_room(self, sequence: Sequence, opened: Opened) -> bool:
         """Let a sequence run in its new row; not where it would soon take room from those that run.
 
-        Then the row is closed again, and nobody tries before there is more room.
+        Then the row is closed again, and nobody tries before there is more room. What it has in host memory
+        counts as wanted: it is to come near. A sequence that is larger than the device tier runs alone, and
+        reads there what does not fit.
         """
-        row = np.array([opened.row], dtype=np.int64)
-        wanted = self.store.blocks_wanted(row, len(sequence.tokens) - opened.length + 1)
-        if self.num_running and wanted + self._headroom() > self.store.available_blocks:
-            self.store.close_row(opened.row)
-            self._room_came = False
+        row = opened.row
+        new = len(sequence.tokens) - opened.length + 1
+        far = self.store.far_to_read(row)
+        wanted = far + self.store.blocks_wanted(np.array([row], dtype=np.int64), new) + self._headroom()
+        if self.num_running and wanted > self.store.available_blocks:
+            held = self.store.available_blocks
+            self.store.close_row(row)
+            self._no_room(sequence, wanted + self.store.available_blocks - held)
             return False
-        self._enter(sequence, opened.row, opened.length)
+        if self.swap is Swap.COPY and far and far + 1 > self.store.available_blocks:
+            self.store.close_row(row)
+            self._give_up(sequence)
+            return False
+        self._enter(sequence, row)
+        if self._budget.take(far):
+            self.stats.attended += far > 0
+            self._start(sequence, row)
+        else:
+            self._bring_up(sequence, row)
         return True
+
+    def _no_room(self, sequence: Sequence, wanted: int) -> None:
+        """It is next, and `wanted` blocks are to be available for it; nobody tries before more are."""
+        self._blocked = sequence, wanted
+        self._room_came = False
+
+    def _bring_up(self, sequence: Sequence, row: int) -> None:
+        """Start copying up what a sequence has in host memory; it joins the steps when enough is there."""
+        self.stats.copied_first += 1
+        while started := self.store.promote(row, self._piece):
+            self._copied += started
+            self.stats.copied += started
+        if not self.store.brings(row):
+            self._start(sequence, row)
 
     def _next_to_admit(self) -> Sequence | None:
         """The first waiting sequence that need not wait for its blocks; loads for the first few start here.
@@ -542,11 +642,11 @@ class Scheduler:
                 # Where one has no room to load, no later one starts: small ones would pass it for ever.
                 may_load = self._may_load(sequence.prompt)
                 if may_load:
-                    self._start_load(sequence, self.store.start_load(sequence.prompt))
+                    self._start_load(sequence, self._gate.start(sequence.prompt))
             if ready is None and sequence.load_until is not None and not sequence.loading():
                 resident = self.store.resident_blocks(sequence.prompt)
                 missing = sequence.prompt.hashes[resident : sequence.prompt.usable]
-                if not missing or missing[0] not in self._computing:
+                if not missing or not self._running.computes(missing[0]):
                     ready = sequence
         return ready
 
@@ -571,7 +671,7 @@ class Scheduler:
         Once for each row that came to far blocks: to try again whenever a block is free would take from the
         others what they are about to want. All of its far blocks cross the bus in this step in any case.
         """
-        readers = np.concatenate([rows, np.array([chunk.row for chunk in chunks], dtype=np.int64)])
+        readers = _readers(rows, chunks)
         came = np.array([row for row in readers.tolist() if row in self._came_far], dtype=np.int64)
         if not len(came):
             return None
@@ -582,7 +682,7 @@ class Scheduler:
     def _chunks(self, budget: int) -> tuple[Chunk, ...]:
         """Parts of prompts for this step, oldest sequence first, with room for their KV."""
         chunks: list[Chunk] = []
-        for sequence in list(self._prefilling):
+        for sequence in list(self._running.prefilling):
             row = sequence.row
             if budget <= 0 or row is None:
                 continue
@@ -606,7 +706,7 @@ class Scheduler:
                     fits = 0
                 else:
                     return fits
-            if not self._make_room(younger_than=sequence):
+            if not self._make_room(for_chunk_of=sequence):
                 if self.num_running == 1:
                     self._give_up(sequence)
                 return 0
@@ -616,3 +716,8 @@ class Scheduler:
         size = self.store.layout.block_size
         blocks = int(self.store.table.counts[row]) + self.store.available_blocks
         return blocks * size - int(self.store.lengths[row])
+
+
+def _readers(rows: Rows, chunks: tuple[Chunk, ...]) -> Rows:
+    """The rows of a step, int64."""
+    return np.concatenate([rows, np.array([chunk.row for chunk in chunks], dtype=np.int64)])

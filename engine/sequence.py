@@ -19,9 +19,11 @@ __all__ = ["CachedTokens", "FinishReason", "Sequence", "SequenceState"]
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence stands. The ones with a row of the block table are PREFILLING and DECODING."""
+    """Where a sequence stands. ARRIVING, PREFILLING and DECODING ones have a row of the block table."""
 
     WAITING = "waiting"
+    ARRIVING = "arriving"
+    """Its blocks are copied up to the device tier before it takes part in steps."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
     ASLEEP = "asleep"
@@ -69,6 +71,7 @@ class Sequence:
         seed: of its draws.
         session: the caller's id of the conversation, or None.
         partial_at: a length at which the session slept with a partly filled last block, or None.
+        priority: who has a higher one goes first, and is put to sleep last.
     """
 
     id: int
@@ -80,6 +83,7 @@ class Sequence:
     stop_ids: tuple[int, ...] = ()
     session: str | None = None
     partial_at: int | None = None
+    priority: int = 0
     state: SequenceState = SequenceState.WAITING
     row: int | None = None
     lookup: SessionLookup | None = None

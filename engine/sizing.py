@@ -15,6 +15,8 @@ from typing import Final
 import torch
 
 from ..kernels.copy_blocks import AddressCopier
+from ..kvstore.calibration import known_calibration, read_calibration
+from ..kvstore.cost_estimates import CostEstimates
 from ..tiers.arena import MOST_BLOCKS
 from ..tiers.errors import ConfigError, KernelError, MemoryUnavailableError
 from ..tiers.layout import KVLayout
@@ -22,7 +24,15 @@ from ..tiers.memory import memory_headroom
 from ..tiers.mover import CudaMover, HostMover, Mover
 from .loader import LoadedModel, find_device, find_dtype, load_model
 
-__all__ = ["default_host_bytes", "device_blocks_of", "loaded_on", "mover_on", "told_by_bytes"]
+__all__ = [
+    "costs_on",
+    "default_host_bytes",
+    "device_blocks_of",
+    "device_name",
+    "loaded_on",
+    "mover_on",
+    "told_by_bytes",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +105,43 @@ def told_by_bytes(size: int | None) -> Iterator[None]:
 def default_host_bytes() -> int:
     """Bytes of the host tier where no setting says it: a quarter of the memory that is available."""
     return max(_MIN_HOST_BYTES, int(_HOST_SHARE * memory_headroom().usable_bytes))
+
+
+def device_name(device: str) -> str:
+    """What a device is called in calibrations: ``cpu``, or as a GPU calls itself."""
+    return "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
+
+
+def costs_on(
+    device: str,
+    layout: KVLayout,
+    identity: bytes,
+    *,
+    calibration: str | Path | None,
+    cold: str | None,
+    step_tokens: int,
+) -> CostEstimates:
+    """What an engine knows of its costs when it begins.
+
+    Args:
+        device: that it runs on.
+        layout: of its blocks.
+        identity: of its model.
+        calibration: the file, or None for the usual one, which is passed over where it is damaged.
+        cold: the kind of its cold tier, or None.
+        step_tokens: tokens that a step computes at most.
+
+    Raises:
+        ConfigError: the file that is named cannot be read, or is no calibration.
+    """
+    found = known_calibration() if calibration is None else read_calibration(Path(calibration))
+    model = None
+    if found is not None:
+        name = device_name(device)
+        model = found.cost_model(
+            layout.block_size, layout.block_bytes, device=name, identity=identity, cold=cold
+        )
+    return CostEstimates(layout.block_size, layout.block_bytes, model, step_tokens=step_tokens)
 
 
 def mover_on(device: str) -> Mover:

@@ -95,6 +95,7 @@ class Attacher:
         while count < len(names):
             near = pool.match(names, count)
             if len(near):
+                pool.found(near)
                 pool.hold(near)
                 self._table.set(row, count, self._device.arena.addresses(near))
                 found.device += len(near)
@@ -109,8 +110,10 @@ class Attacher:
                 far = self._find_far(row, names[:stop], count, left)
                 found.cold += far
             if not far:
-                return
+                break
+            pool.missed(names, count, count + far)
             count += far
+        pool.missed(names, count)
 
     def _find_far(self, row: int, names: Sequence[bytes], column: int, cold_deadline: float) -> int:
         """Attach the leading blocks from a column on in host memory (or bring them there); how many."""
@@ -191,6 +194,21 @@ class Attacher:
             places.host_generations[far] = self._far.generations(slots)
         return places
 
+    def place_copies(self, places: Places) -> bool:
+        """Note copies in host memory that were made since, while a block is where it was in the device tier.
+
+        Returns:
+            whether there is nothing more to note.
+        """
+        pool = self._device.pool
+        lacking = np.flatnonzero(places.host_generations == 0)
+        blocks = places.device_blocks[lacking]
+        there = pool.generations[blocks] == places.device_generations[lacking]
+        lacking, blocks = lacking[there], blocks[there]
+        places.host_slots[lacking] = pool.host_slots[blocks]
+        places.host_generations[lacking] = pool.host_generations[blocks]
+        return bool(places.host_generations[lacking].all())
+
     def find_again(self, row: int, places: Places, names: Sequence[bytes]) -> Found:
         """Attach the leading blocks that still are where they were."""
         if not len(places):
@@ -200,6 +218,9 @@ class Attacher:
         stop = self._lease_again(far, row, places, near) if far is not None else _leading(near)
         near = near[:stop]
         blocks, slots = places.device_blocks[:stop], places.host_slots[:stop]
+        if far is not None and not near.any():
+            return self._find_all_far(far, row, slots, names)
+        pool.found(blocks[near])
         pool.hold(blocks[near])
         written = 0
         # Runs of near and far words in turn; there is one run, most of the time.
@@ -220,12 +241,26 @@ class Attacher:
         attached = int(np.count_nonzero(near[:written]))
         return Found(attached, written - attached)
 
+    def _find_all_far(self, far: FarBlocks, row: int, slots: Ids, names: Sequence[bytes]) -> Found:
+        """Write words of slots that the row holds, its leading blocks."""
+        written = 0
+        try:
+            written = self._write_far(far, row, 0, slots, names)
+        finally:
+            far.end(row, slots[written:])
+        return Found(0, written)
+
     def _lease_again(self, far: FarBlocks, row: int, places: Places, near: npt.NDArray[np.bool_]) -> int:
         """Hold what is far; returns how many leading blocks are there. Beyond these nothing is held."""
-        there = near.copy()
         asked = np.flatnonzero(~near & (places.host_generations > 0))
-        slots, generations = places.host_slots[asked], places.host_generations[asked]
+        whole = len(asked) == len(near)
+        slots = places.host_slots if whole else places.host_slots[asked]
+        generations = places.host_generations if whole else places.host_generations[asked]
         leased = far.host.lease(slots, generations)
+        if whole and leased.all():
+            far.hold(row, slots, generations)
+            return len(near)
+        there = near.copy()
         there[asked] = leased
         stop = _leading(there)
         wanted = leased & (asked < stop)

@@ -13,13 +13,22 @@ import numpy.typing as npt
 
 from ..tiers.layout import KVLayout
 from .control import CommandKind, EngineReport
+from .cost import CostModel
 from .events import Listener
 from .handles import Generations, Lease, Reservation, SlotOwner
 from .hashing import Tokens
 from .lineage import CHAIN_START, ChainPlace, Lineage
-from .policy import Ids
+from .policy import Ids, Retention
 
-__all__ = ["ControlCalls", "EngineCommand", "HostCalls", "LoadCalls", "LostListener", "SpaceCalls"]
+__all__ = [
+    "ControlCalls",
+    "CostCalls",
+    "EngineCommand",
+    "HostCalls",
+    "LoadCalls",
+    "LostListener",
+    "SpaceCalls",
+]
 
 LostListener = Callable[[bytes, Ids, Generations], None]
 """Is told of leases that ended though nobody released them: the id of the space, slots, generations."""
@@ -33,12 +42,21 @@ class LoadCalls(Protocol):
         """Blocks that have arrived so far."""
         ...
 
+    @property
+    def seconds(self) -> float:
+        """How long bringing them up took, without waiting for its turn; 0 before it is done, or not known."""
+        ...
+
     def done(self) -> bool:
         """Whether everything that is to be had has arrived. Raises what the load failed with."""
         ...
 
     def wait(self, seconds: float) -> bool:
         """Wait until it is done, `seconds` at most; returns whether it is. Raises as `done`."""
+        ...
+
+    def stop(self) -> None:
+        """Advice: it is no longer waited for, so nothing more needs to be brought up."""
         ...
 
     def release(self) -> None:
@@ -88,6 +106,10 @@ class SpaceCalls(SlotOwner, Protocol):
 
     def readable_in_place(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """bool [n]: which slots attention may read where they lie. It does not become less."""
+        ...
+
+    def count_resident(self, hashes: Sequence[bytes]) -> int | None:
+        """How many leading blocks are resident; None where only a request to another process would tell."""
         ...
 
     def match(
@@ -140,7 +162,7 @@ class SpaceCalls(SlotOwner, Protocol):
         """Keep the leading resident blocks until `unpin`, or for `ttl` seconds; returns how many."""
         ...
 
-    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool, retention: Retention | None = None) -> int:
         """Advice: blocks will be wanted soon, or not again; for how many it is tried."""
         ...
 
@@ -173,6 +195,15 @@ class SpaceCalls(SlotOwner, Protocol):
 
     def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
         """A named record from the cold tier, or None."""
+        ...
+
+
+@runtime_checkable
+class CostCalls(Protocol):
+    """A space whose policies reckon with what its blocks cost: one of this process."""
+
+    def tell_costs(self, costs: CostModel) -> None:
+        """What loading and computing its blocks takes, as far as an engine knows it."""
         ...
 
 

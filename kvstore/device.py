@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
@@ -14,6 +14,8 @@ from ..tiers.errors import IntegrityError
 from ..tiers.layout import KVLayout
 from ..tiers.mover import CudaMover, HostMover, Mover, Transfer, wait_through
 from .calls import SpaceCalls
+from .cost import Tier
+from .cost_estimates import CostEstimates
 from .events import EventKind, EventStream
 from .handles import Generations
 from .lineage import Lineage
@@ -40,8 +42,10 @@ class DeviceTier:
         space: the id of the space that its blocks are of.
         host: host memory below, or None.
         policy: name of the eviction policy.
+        policy_weights: those of its weights that are to be other than its own.
         mover: copies blocks; None makes one for the device.
         stats: what is counted.
+        costs: what loading and computing blocks takes.
 
     Raises:
         ConfigError: there is no such policy.
@@ -57,12 +61,15 @@ class DeviceTier:
         space: bytes,
         host: SpaceCalls | None,
         policy: str,
+        policy_weights: Mapping[str, float] | None,
         mover: Mover | None,
         stats: StoreStats,
+        costs: CostEstimates,
     ) -> None:
-        make_policy(policy, 0)  # a wrong name is told before memory is taken
+        self._costs = costs
+        ranks = make_policy(policy, blocks, losses=self._losses, weights=policy_weights)
         self.arena = DeviceArena(layout.block_bytes, blocks, device)
-        self.pool = BlockPool(self.arena.slots, make_policy(policy, blocks), self._tell_removed)
+        self.pool = BlockPool(self.arena.slots, ranks, self._tell_removed)
         self.events = EventStream()
         self._space = space
         self._host = host
@@ -78,6 +85,12 @@ class DeviceTier:
         return blocks
 
     # Room
+
+    def _losses(self, blocks: Ids) -> npt.NDArray[np.float64]:
+        """Seconds that losing each of these blocks costs, float64 [n]."""
+        at = blocks.astype(np.intp)
+        below = np.where(self.pool.host_generations[at] > 0, Tier.HOST, Tier.NONE).astype(np.uint8)
+        return self._costs.model.losses(self.pool.depths[at], below)
 
     def allocate(self, count: int) -> Ids:
         """Grant blocks, held once each; what is evicted for them is copied below first, if it has room.

@@ -43,7 +43,10 @@ class FarBlocks:
 
     def words(self, slots: Ids) -> Words:
         """The words of slots that are `SpaceCalls.readable_in_place`."""
-        return self.host.addresses(slots) + self.host.device_delta | FAR
+        words = self.host.addresses(slots)
+        words += self.host.device_delta
+        words |= FAR
+        return words
 
     def slots_at(self, words: Words) -> Ids:
         """The slots that far words name."""
@@ -93,12 +96,13 @@ class FarBlocks:
 
     def hold(self, row: int, slots: Ids, generations: Generations) -> None:
         """A row holds these slots, on which the caller has taken a lease that is ours from now on."""
-        before = self._refs[slots]
-        self._refs[slots] = before + 1
-        self._generations[slots] = generations
+        at = slots.astype(np.intp)  # indices of any other type are made so each time
+        before = self._refs[at]
+        self._refs[at] = before + 1
+        self._generations[at] = generations
         self.counts[row] += len(slots)
-        again = before > 0
-        if again.any():
+        if before.any():
+            again = before > 0
             self._ended.append((slots[again], generations[again]))
 
     def share(self, row: int, slots: Ids) -> None:
@@ -119,11 +123,13 @@ class FarBlocks:
 
     def let_go(self, slots: Ids) -> None:
         """End a `keep`."""
-        after = self._refs[slots] - 1
-        self._refs[slots] = after
-        gone = slots[after == 0]
-        if len(gone):
-            self._ended.append((gone, self._generations[gone]))
+        at = slots.astype(np.intp)
+        after = self._refs[at]
+        after -= 1
+        self._refs[at] = after
+        if not after.all():
+            gone = at[after == 0]
+            self._ended.append((gone.astype(np.int32), self._generations[gone]))
 
     def generations(self, slots: Ids) -> Generations:
         """The generations of slots that are held."""

@@ -43,17 +43,18 @@ from ..tiers.settings import (
     shown,
 )
 from .calls import LostListener
+from .cost import LinkCost
+from .cost_estimates import LinkEstimate
 from .events import Listener
 from .evicting import MOST_AGE, EvictReport, evict_from_cold, evict_from_host
 from .handles import Lease
 from .hashing import HASH_BYTES, space_id
-from .policy import make_policy
 from .saved_spaces import SavedSpace, new_records, read_spaces
 from .shared import HostShared
 from .slots import SlotRecords
 from .space import HostSpace
 from .status import StatusReader, StoreStatus
-from .store_settings import StoreSettings
+from .store_settings import RETENTION_TTL, StoreSettings
 from .tenants import check_tenant
 
 __all__ = ["HostStore"]
@@ -72,7 +73,7 @@ class HostStore:
     Args:
         host_bytes: capacity of the pinned arena.
         cold: the cold tier, or None. It is closed with the store, but not by a store that cannot be made.
-        policy: name of the eviction policy (`kvstore.policy.POLICIES`).
+        policy: name of the eviction policy (`kvstore.policy.policy_names`).
         device: ``cuda:N`` to page-lock and map the arena for that GPU; None or ``cpu`` for a machine without
             one.
         extent_bytes: size of an extent; None for a size that fits the capacity.
@@ -82,6 +83,9 @@ class HostStore:
             taken over at once. Closed with the store. What other processes hold of it is settled by
             `HostSpace.restore`. None: memory that goes with this process.
         quotas: bytes that the blocks of each tenant may take; ``*``: of each that is not named. None: all.
+        policy_weights: of the policy's weights (docs/reference.md) those that are to be other than its own.
+        retention_ttl: seconds that advice on how long to keep blocks holds (`Retention`) where it does not
+            say that.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range, there is no such `device`, or `arena` is of
@@ -102,17 +106,19 @@ class HostStore:
         cold_deadline: float = 5.0,
         arena: ArenaFile | None = None,
         quotas: Mapping[str, int] | None = None,
+        policy_weights: Mapping[str, float] | None = None,
+        retention_ttl: float = RETENTION_TTL,
     ) -> None:
         if cold is not None:
             expect_cold_tier(cold)
-        settings = StoreSettings(policy, clean_ahead, cold_deadline, quotas)
+        settings = StoreSettings(policy, clean_ahead, cold_deadline, quotas, policy_weights, retention_ttl)
         if device is not None:
             device = None if expect_text("device", device) == "cpu" else device
         self._file = None if arena is None else expect_type("arena", arena, ArenaFile, "an ArenaFile")
         saved: list[SavedSpace] = []
         if arena is not None:
             capacity, extent = arena_sizes(host_bytes, extent_bytes)
-            saved = arena.take_over(capacity, extent, partial(_saved_in, arena, policy), [])
+            saved = arena.take_over(capacity, extent, partial(_saved_in, arena, settings), [])
         self.arena = PinnedArena(
             host_bytes,
             extent_bytes=extent_bytes,
@@ -210,15 +216,20 @@ class HostStore:
         clean_ahead: float | None = None,
         cold_deadline: float | None = None,
         quotas: Mapping[str, int] | None = None,
+        policy_weights: Mapping[str, float] | None = None,
+        retention_ttl: float | None = None,
     ) -> dict[str, tuple[Any, Any]]:
         """Set something otherwise while the store is used: all that is given at once, or nothing of it.
 
-        Another policy goes on with the order of the one before. A tenant that has more than a new quota gives
-        blocks up when it writes.
+        Another policy, or the same one of other weights, goes on with the order of the one before, and has
+        what it learns from uses yet to learn. A tenant that has more than a new quota gives blocks up when it
+        writes.
 
         Args:
-            policy, clean_ahead, cold_deadline: as of the store; None: as it is.
+            policy, clean_ahead, cold_deadline, retention_ttl: as of the store; None: as it is.
             quotas: those of all tenants, in place of those that there are; empty: none. None: as they are.
+            policy_weights: those of the policy that are other than its own, in place of those that there
+                are; empty: none. None: as they are, and none where the policy is another one.
 
         Returns:
             what was set otherwise, by its name: before, and now.
@@ -232,14 +243,19 @@ class HostStore:
             "clean_ahead": clean_ahead,
             "cold_deadline": cold_deadline,
             "quotas": quotas,
+            "policy_weights": policy_weights,
+            "retention_ttl": retention_ttl,
         }
         shared = self._shared
         with shared.lock():
             shared.check_open()
             before = shared.settings
+            if policy not in (None, before.policy) and policy_weights is None:
+                given["policy_weights"] = {}
             after = replace(before, **{name: value for name, value in given.items() if value is not None})
-            if after.policy != before.policy:
-                for put_in_place in [space.ranked_by(after.policy) for space in self._spaces.values()]:
+            if (after.policy, after.policy_weights) != (before.policy, before.policy_weights):
+                spaces = self._spaces.values()
+                for put_in_place in [space.ranked_by(after) for space in spaces]:
                     put_in_place()
             shared.configure(after)
         return before.differences(after)
@@ -269,7 +285,15 @@ class HostStore:
                 if self._file is not None:
                     self._file.set_cold(name)
                 shared.cold.attach(cold)
+                shared.cold_reads = LinkEstimate()  # of this one nothing is known
             self._start_cleaner()
+
+    def calibrate_cold(self, link: LinkCost | None) -> None:
+        """Begin with what reading the cold tier was calibrated to take; what it does take is learned."""
+        if link is not None:
+            expect_type("link", link, LinkCost, "a LinkCost or None")
+        with self._shared.lock():
+            self._shared.cold_reads = LinkEstimate(link)
 
     def detach_cold(self, deadline: float = 30.0) -> int:
         """Be without the cold tier while the store is used, and close it when the calls under way have ended.
@@ -513,7 +537,7 @@ class HostStore:
         self.close()
 
     def _new_records(self, layout: KVLayout, shard: str, tenant: str) -> SlotRecords:
-        policy, extents = make_policy(self._shared.settings.policy, 0), self.arena.num_extents
+        policy, extents = self._shared.settings.make_policy, self.arena.num_extents
         if self._file is None:
             return SlotRecords(self.arena.extent_bytes // layout.block_bytes, extents, policy)
         return new_records(self._file.records, layout, shard, tenant, extents, policy)
@@ -611,13 +635,13 @@ class HostStore:
         )
 
 
-def _saved_in(arena: ArenaFile, policy: str, records: RecordFile) -> list[SavedSpace]:
+def _saved_in(arena: ArenaFile, settings: StoreSettings, records: RecordFile) -> list[SavedSpace]:
     """The spaces in an arena's records, if the memory that they say they have is there.
 
     Raises:
         IntegrityError: it is not, or the records are damaged.
     """
-    saved = read_spaces(records, lambda: make_policy(policy, 0), same_cold=arena.same_cold)
+    saved = read_spaces(records, settings.make_policy, same_cold=arena.same_cold)
     extents = sum(len(one.records.extents) for one in saved)
     if os.fstat(arena.file.fileno()).st_blocks * 512 < extents * records.identity.extent_bytes:
         raise IntegrityError("it holds fewer bytes than its records say")

@@ -48,11 +48,14 @@ class ColdLoad:
 
     Attributes:
         loaded: blocks that have arrived so far.
+        seconds: from when a loader thread began with it to its end; 0 before that.
         missing: the blocks that were not resident at the beginning.
     """
 
     def __init__(self, into: LoadTarget, hashes: Sequence[bytes], start: ChainPlace | None) -> None:
         self.loaded = 0
+        self.seconds = 0.0
+        self._stopped = False
         self._into = into
         self._error: Exception | None = None
         self._finished = threading.Event()
@@ -89,14 +92,20 @@ class ColdLoad:
         for lease in leases or ():
             lease.release()
 
+    def stop(self) -> None:
+        """Bring nothing more up than what is on its way by now: it is no longer waited for."""
+        self._stopped = True
+
     def run(self, cold: ColdTier, deadline: float) -> None:
         """Load what `cold` has, batch after batch, until one block is not to be had. In a loader thread.
 
         Args:
             deadline: seconds that one call of the cold tier may take, and waiting for other writers.
         """
+        began = time.monotonic()
         try:
             self._run(cold, deadline)
+            self.seconds = time.monotonic() - began
         except ClosedError:
             self.finish()  # what has arrived, has
         except Exception as error:  # noqa: BLE001  whoever waits for the load is told
@@ -113,7 +122,7 @@ class ColdLoad:
         until = time.monotonic() + deadline
         start = self._start
         missing = self.missing[: self._into.count_in_cold(cold, self.missing, deadline)]
-        while missing:
+        while missing and not self._stopped:
             asked, arrived = self._into.read_from_cold(cold, missing, deadline, start)
             self.loaded += arrived
             self._into.wait_for_writers(missing[:asked], until)

@@ -1,33 +1,164 @@
-"""Which block goes first: the policy interface, and least recently used behind it.
+"""Which block goes first: the interface of eviction policies, and how one is chosen by name.
 
-A policy ranks the blocks of one tier that may be evicted; it knows their ids, nothing else. A block that
-is leased, referenced or being moved is not in it. Policies are chosen by name (`make_policy`).
+A policy ranks the blocks of one tier (one space of host memory, or one device tier) by their ids. What is
+leased, referenced or being moved is not ranked. A tier tells its policy, of each request, in this order:
+
+1. `found`: the leading blocks of a chain that a lookup found; `missed`: those after them that it did not.
+   Then `remove` of what was found, which is in use.
+2. `wanted`: which of the rest are worth a place; `evict`, to make room; `admit` of those that came.
+3. `insert`: of these once they are written, and of what is not in use any more. A chain is told from its end.
+
+A policy that is not in this package is found by its entry point: a distribution that has one of the group
+``kvpager.policies`` adds a policy of the entry point's name. It leads to a `PolicyMaker`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, Protocol, TypeAlias
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final, NotRequired, Protocol, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from ..tiers.errors import IntegrityError
-from ..tiers.settings import expect_choice, expect_integer
+from ..tiers.errors import ConfigError
+from ..tiers.settings import (
+    expect_choice,
+    expect_flag,
+    expect_integer,
+    expect_number,
+    expect_seconds,
+    expect_type,
+    shown,
+)
+from .lineage import ChainPlace, ShortHashes, shortened
 
-__all__ = ["POLICIES", "EvictionPolicy", "Ids", "LRUPolicy", "make_policy"]
+__all__ = [
+    "MOST_BLOCKS",
+    "POLICY_GROUP",
+    "BlockFacts",
+    "EvictionPolicy",
+    "Ids",
+    "Losses",
+    "PolicyMaker",
+    "PolicyOptions",
+    "Retention",
+    "check_weights",
+    "expect_retention",
+    "make_policy",
+    "policy_names",
+]
 
-_MOST_BLOCKS: Final = (1 << 31) - 1
+MOST_BLOCKS: Final = (1 << 31) - 1
+POLICY_GROUP: Final = "kvpager.policies"
+"""The group of entry points that add policies."""
+MOST_PRIORITY: Final = 100
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 """int32 [n] of block or slot ids, no id twice."""
+Losses: TypeAlias = Callable[[Ids], npt.NDArray[np.float64]]
+"""Seconds that losing each of these blocks costs, float64 [n]."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockFacts:
+    """What is known of n blocks; in the order of their chain where they follow each other.
+
+    Args:
+        names: uint64 [n], the first 8 bytes of their prefix hashes.
+        parents: uint64 [n], the same of the block before each; 0: it is the first one, or not known.
+        depths: int32 [n], 1-based index of each in its chain; 0: not known.
+    """
+
+    names: ShortHashes
+    parents: ShortHashes
+    depths: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @classmethod
+    def of_chain(cls, hashes: Sequence[bytes], start: ChainPlace | None) -> BlockFacts:
+        """Those of blocks that follow each other.
+
+        Args:
+            hashes: theirs, 16 bytes each.
+            start: where in its chain the first one is; None: that is not known, or they do not follow.
+        """
+        names = shortened(hashes)
+        if start is None:
+            return cls(names, np.zeros_like(names), np.zeros(len(names), dtype=np.int32))
+        parents = np.concatenate([shortened([start.before]), names[:-1]])[: len(names)]
+        return cls(names, parents, np.arange(start.depth, start.depth + len(names), dtype=np.int32))
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Advice on how long blocks are worth keeping. None of it keeps a block for ever, as a pin does.
+
+    Args:
+        priority: from -100 to 100; above 0: worth more than others that are used alike, below: less.
+        ttl: seconds that this holds; None: as long as the tier's setting says.
+        will_return: seconds after which they are expected to be used again; None: nothing is known.
+        about_to_finish: whoever uses them is nearly done, and computing them again would delay that.
+
+    Raises:
+        ConfigError: a value is of a wrong type or out of range.
+    """
+
+    priority: int = 0
+    ttl: float | None = None
+    will_return: float | None = None
+    about_to_finish: bool = False
+
+    def __post_init__(self) -> None:
+        expect_integer("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY)
+        expect_flag("about_to_finish", self.about_to_finish)
+        if self.ttl is not None:
+            object.__setattr__(self, "ttl", expect_seconds("ttl", self.ttl, above=True))
+        if self.will_return is not None:
+            object.__setattr__(self, "will_return", expect_seconds("will_return", self.will_return))
+
+
+def expect_retention(retention: object) -> Retention | None:
+    """The advice, if it is some or None.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    return (
+        None if retention is None else expect_type("retention", retention, Retention, "a Retention or None")
+    )
 
 
 class EvictionPolicy(Protocol):
-    """Ranks evictable blocks. Every call takes a batch; the cost per id does not grow with the tier."""
+    """Ranks evictable blocks. Every call takes a batch; the cost per id does not grow with the tier.
+
+    An id stands for the block that was admitted under it last. Calls come from one thread at a time.
+    """
+
+    @property
+    def learns(self) -> bool:
+        """Whether it is to be told of what it may learn from. Where it is not, `admit`, `found`, `missed`,
+        `retain` and `wanted` are not called, and hot paths are spared them."""
+        ...
 
     def __len__(self) -> int:
-        """How many blocks may be evicted."""
+        """How many blocks are ranked: they may be evicted."""
+        ...
+
+    def admit(self, ids: Ids, facts: BlockFacts) -> None:
+        """These ids hold new blocks from now on, which are not ranked before `insert`."""
+        ...
+
+    def found(self, ids: Ids) -> None:
+        """One lookup found these, the leading blocks of a chain in order: a use of each."""
+        ...
+
+    def missed(self, facts: BlockFacts) -> None:
+        """That lookup asked for these, too, which follow what it found, and they were not there."""
         ...
 
     def insert(self, ids: Ids) -> None:
@@ -35,11 +166,31 @@ class EvictionPolicy(Protocol):
         ...
 
     def remove(self, ids: Ids) -> None:
-        """These are in use again, or gone. Ids that are not in are passed over."""
+        """These are in use again. Ids that are not ranked are passed over."""
+        ...
+
+    def forget(self, ids: Ids) -> None:
+        """Their blocks are gone from this tier: purged, aborted, with their extent, or since the tier chose
+        them among the coldest. They are not ranked any more, if they were."""
+        ...
+
+    def wanted(self, facts: BlockFacts, room: int) -> npt.NDArray[np.bool_]:
+        """Admission, bool [n]: which of these new blocks are worth a place.
+
+        Where one is not, those that follow it in its chain are not, either: they would not be found.
+
+        Args:
+            facts: of the blocks.
+            room: how many slots are free; ranked blocks must go for the others.
+        """
+        ...
+
+    def retain(self, ids: Ids, retention: Retention) -> None:
+        """Advice on these blocks, ranked or not."""
         ...
 
     def demote(self, ids: Ids) -> int:
-        """Those of these that are in are evicted next, the first one first; returns how many."""
+        """Those of these that are ranked are evicted next, the first one first; returns how many."""
         ...
 
     def coldest(self, count: int) -> Ids:
@@ -47,7 +198,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def evict(self, count: int) -> Ids:
-        """Take up to `count` blocks out, the first to go first."""
+        """Take up to `count` blocks out and forget them, the first to go first."""
         ...
 
     def resize(self, capacity: int) -> None:
@@ -59,117 +210,107 @@ class EvictionPolicy(Protocol):
         ...
 
 
-class LRUPolicy:
-    """Least recently used, on arrays.
+class PolicyOptions(TypedDict):
+    """What a policy is made with, beside the number of ids.
 
-    Insertions are appended to a log; `_place[id]` is where the id's valid entry stands, plus one. Entries
-    that were superseded stay in the log until the head passes them or the log is compacted, so every
-    operation is a few array operations whatever the batch, O(1) per id amortised. A look at the coldest
-    entries moves them together, so that what was superseded between them is passed once.
+    clock: seconds since whatever time: what ages are reckoned by. A simulator gives that of its trace.
+    losses: what losing blocks costs; none: all alike.
+    seed: of whatever it draws.
+    weights: of each name of its `known_weights` the value.
     """
 
-    def __init__(self, capacity: int = 0) -> None:
-        capacity = expect_integer("capacity", capacity, 0, _MOST_BLOCKS)
-        self._place = np.zeros(capacity, dtype=np.int64)
-        self._log = np.empty(max(64, 2 * capacity), dtype=np.int32)
-        self._head = 0
-        self._tail = 0
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def resize(self, capacity: int) -> None:
-        if capacity > len(self._place):
-            grown = np.zeros(capacity, dtype=np.int64)
-            grown[: len(self._place)] = self._place
-            self._place = grown
-        if not self._tail:
-            self._log = np.empty(max(64, 2 * capacity), dtype=np.int32)
-
-    def insert(self, ids: Ids) -> None:
-        count = len(ids)
-        if self._tail + count > len(self._log):
-            self._compact(count)
-        tail = self._tail + count
-        self._log[self._tail : tail] = ids
-        at = ids.astype(np.intp)  # indices of any other type are made so each time
-        self._count += count - int(np.count_nonzero(self._place[at]))
-        self._place[at] = np.arange(self._tail + 1, tail + 1)
-        self._tail = tail
-
-    def remove(self, ids: Ids) -> None:
-        at = ids.astype(np.intp)
-        self._count -= int(np.count_nonzero(self._place[at]))
-        self._place[at] = 0
-
-    def demote(self, ids: Ids) -> int:
-        ids = ids[self._place[ids] > 0]
-        count = len(ids)
-        if self._head < count:
-            self._compact(0, before=count)
-        # Their entries further on are superseded by these.
-        self._log[self._head - count : self._head] = ids
-        self._place[ids] = np.arange(self._head - count + 1, self._head + 1)
-        self._head -= count
-        return count
-
-    def coldest(self, count: int) -> Ids:
-        ids, stop = self._scan(count)
-        self._head = stop - len(ids)
-        self._log[self._head : stop] = ids
-        self._place[ids] = np.arange(self._head + 1, stop + 1)
-        return ids
-
-    def evict(self, count: int) -> Ids:
-        ids, self._head = self._scan(count)
-        self._place[ids] = 0
-        self._count -= len(ids)
-        return ids
-
-    def _scan(self, count: int) -> tuple[Ids, int]:
-        """The first `count` valid entries from the head, and the position after the last of them."""
-        left = min(count, self._count)
-        found: list[Ids] = []
-        at = self._head
-        span = max(64, 2 * left)
-        while left > 0:
-            stop = min(self._tail, at + span)
-            if stop == at:
-                raise IntegrityError(f"lru: {self._count} counted, {left} of them are not in the log")
-            entries = self._log[at:stop]
-            valid = np.flatnonzero(self._place[entries] == np.arange(at + 1, stop + 1))[:left]
-            found.append(entries[valid])
-            left -= len(valid)
-            at = at + int(valid[-1]) + 1 if left == 0 else stop
-            span *= 2
-        return (np.concatenate(found) if found else np.empty(0, np.int32)), at
-
-    def _compact(self, room: int, before: int = 0) -> None:
-        entries = self._log[self._head : self._tail]
-        live = entries[self._place[entries] == np.arange(self._head + 1, self._tail + 1)]
-        # Twice what is live: the next compaction is as many insertions away as it moves entries.
-        if len(self._log) < 2 * (len(live) + room + before):
-            self._log = np.empty(4 * (len(live) + room + before), dtype=np.int32)
-        self._head, self._tail = before, before + len(live)
-        self._log[self._head : self._tail] = live
-        self._place[live] = np.arange(self._head + 1, self._tail + 1)
-
-    def check_integrity(self) -> None:
-        entries = self._log[self._head : self._tail]
-        live = entries[self._place[entries] == np.arange(self._head + 1, self._tail + 1)]
-        placed = np.flatnonzero(self._place)
-        if len(live) != self._count or not np.array_equal(np.sort(live), placed):
-            raise IntegrityError(f"lru: {self._count} counted, {len(live)} in the log, {len(placed)} placed")
+    clock: NotRequired[Callable[[], float]]
+    losses: NotRequired[Losses | None]
+    seed: NotRequired[int]
+    weights: NotRequired[Mapping[str, float]]
 
 
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": LRUPolicy}
+class PolicyMaker(Protocol):
+    """Makes policies of one kind: their class, as a rule."""
+
+    @property
+    def known_weights(self) -> Mapping[str, float]:
+        """What of it can be set, by name, and the values where nothing is said."""
+        ...
+
+    def __call__(self, capacity: int, /, **options: Unpack[PolicyOptions]) -> EvictionPolicy:
+        """A policy that ranks nothing yet, of ids below `capacity`."""
+        ...
 
 
-def make_policy(name: str, capacity: int) -> EvictionPolicy:
+_BUILT_IN: Final = {
+    name: EntryPoint(name, f"{__package__}.{where}", POLICY_GROUP)
+    for name, where in (
+        ("cost", "cost_policy:CostPolicy"),
+        ("lru", "lru_policy:LRUPolicy"),
+        ("s3fifo", "s3fifo_policy:S3FIFOPolicy"),
+    )
+}
+
+
+def policy_names() -> list[str]:
+    """The names of all policies, in their order."""
+    return sorted({*_BUILT_IN, *entry_points(group=POLICY_GROUP).names})
+
+
+def make_policy(
+    name: str,
+    capacity: int,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    losses: Losses | None = None,
+    seed: int = 0,
+    weights: Mapping[str, float] | None = None,
+) -> EvictionPolicy:
     """The policy called `name`, for ids below `capacity`.
 
+    Args:
+        name: one of `policy_names`.
+        capacity: ids are below it.
+        clock, losses, seed: as of `PolicyOptions`.
+        weights: those of its weights that are to be other than its own; None: none.
+
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: there is no such policy, it cannot be imported, or it has no such weight.
     """
-    return POLICIES[expect_choice("policy", name, POLICIES)](capacity)
+    maker = _maker(name)
+    weights = _merged(name, maker, weights)
+    return maker(capacity, clock=clock, losses=losses, seed=seed, weights=weights)
+
+
+def check_weights(name: str, weights: object) -> dict[str, float]:
+    """These weights of the policy called `name`, as numbers; None: none.
+
+    Raises:
+        ConfigError: there is no such policy, or it has no such weight, or one is no finite number from 0 on.
+    """
+    given: Any = {} if weights is None else weights
+    merged = _merged(name, _maker(name), given)
+    return {one: merged[one] for one in given}
+
+
+def _maker(name: str) -> PolicyMaker:
+    found = _BUILT_IN.get(name) if isinstance(name, str) else None
+    if found is None:
+        expect_choice("policy", name, policy_names())
+        found = next(iter(entry_points(group=POLICY_GROUP, name=name)))
+    try:
+        maker: PolicyMaker = found.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("policy", f"{name!r} leads to {found.value}: {error}") from error
+    return maker
+
+
+def _merged(name: str, maker: PolicyMaker, weights: object) -> Mapping[str, float]:
+    """A policy's own weights, and in their place those of `weights`."""
+    known = maker.known_weights
+    if weights is None:
+        return known
+    if not isinstance(weights, Mapping):
+        raise ConfigError("policy_weights", f"must be a mapping of names to numbers, got {shown(weights)}")
+    for one in weights:
+        if one not in known:
+            there = f"these are: {', '.join(known)}" if known else "it has none"
+            raise ConfigError("policy_weights", f"{name!r} has no weight {shown(one)}; {there}")
+    given = {one: expect_number(f"policy_weights.{one}", value, 0.0) for one, value in weights.items()}
+    return {**known, **given}

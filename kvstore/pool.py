@@ -16,8 +16,8 @@ from ..tiers.arena import SlotAllocator
 from ..tiers.errors import CapacityError, IntegrityError
 from .handles import first_generations
 from .hashing import leading
-from .lineage import Lineage
-from .policy import EvictionPolicy, Ids
+from .lineage import ChainPlace, Lineage, shortened
+from .policy import BlockFacts, EvictionPolicy, Ids, Retention
 
 __all__ = ["BlockPool"]
 
@@ -49,6 +49,8 @@ class BlockPool:
         """The copy in host memory, if any: a slot and its generation; generation 0 means none is known."""
         self.moving = np.zeros(capacity, dtype=np.bool_)
         """A copy to host memory is being made: its bytes must stay."""
+        self.lacking = np.zeros(capacity, dtype=np.int32)
+        """Of named blocks, how many tokens each lacks to be full, as far as that is known."""
         self.index: dict[bytes, int] = {}
         self.depths = np.zeros(capacity, dtype=np.int32)
         """Of named blocks, the 1-based index of each in its chain, and"""
@@ -120,11 +122,12 @@ class BlockPool:
         ids: Ids = self._slots.allocate(count)
         self.refs[ids] = 1
         self.host_generations[ids] = 0
+        self.lacking[ids] = 0
         return ids
 
     def evict(self, victims: Ids) -> None:
         """Free cached blocks, none of them moving."""
-        self._policy.remove(victims)
+        self._policy.forget(victims)
         gone = self.hashes_of(victims)
         for name in gone:
             del self.index[name]
@@ -135,6 +138,21 @@ class BlockPool:
     def match(self, hashes: Sequence[bytes], start: int = 0) -> Ids:
         """Ids of the leading blocks of ``hashes[start:]`` that are in the index. Takes no hold of them."""
         return np.array(leading(self.index, hashes, start), dtype=np.int32)
+
+    def found(self, ids: Ids) -> None:
+        """A lookup found these, which follow each other, and is about to hold them: a use of each."""
+        if self._policy.learns and len(ids):
+            self._policy.found(ids)
+
+    def missed(self, hashes: Sequence[bytes], start: int, end: int | None = None) -> None:
+        """That lookup wanted ``hashes[start:end]`` of a whole chain, too, which are not here."""
+        if self._policy.learns and start < (len(hashes) if end is None else end):
+            self._policy.missed(BlockFacts.of_chain(hashes[start:end], ChainPlace.at(hashes, start)))
+
+    def retain(self, ids: Ids, retention: Retention) -> None:
+        """Advice on named blocks, cached or held."""
+        if self._policy.learns and len(ids):
+            self._policy.retain(ids, retention)
 
     def hold(self, ids: Ids) -> None:
         """One more reference to each (no id twice)."""
@@ -192,6 +210,8 @@ class BlockPool:
         self._parents[at] = np.array(lineage.parents, dtype=object)
         self.depths[at] = lineage.depths
         self._named[at] = True
+        if self._policy.learns:
+            self._policy.admit(ids, BlockFacts(shortened(names), lineage.short_parents, lineage.depths))
 
     def _set_unnamed(self, ids: Ids) -> None:
         at = ids.astype(np.intp)
@@ -204,7 +224,9 @@ class BlockPool:
         self.host_generations[block] = 0
         if name is not None:
             del self.index[name]
-            self._set_unnamed(np.array([block], dtype=np.int32))
+            gone = np.array([block], dtype=np.int32)
+            self._policy.forget(gone)
+            self._set_unnamed(gone)
             self._on_evict([name])
 
     def check_integrity(self, held: npt.NDArray[np.int64]) -> None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..tiers.address import FAR, INSTALL
 from ..tiers.mover import Transfer, is_over, wait_through
+from .cost_estimates import LinkEstimate
 from .device import DeviceTier
 from .far import FarBlocks
 from .handles import Generations
@@ -60,12 +61,14 @@ class Promotions:
         device: where blocks are copied to.
         far: the far blocks they are copied from.
         table: the rows whose words change.
+        link: is told what copies took.
     """
 
-    def __init__(self, device: DeviceTier, far: FarBlocks, table: BlockTable) -> None:
+    def __init__(self, device: DeviceTier, far: FarBlocks, table: BlockTable, link: LinkEstimate) -> None:
         self._device = device
         self._far = far
         self._table = table
+        self._link = link
         self._under_way: list[_Promotion] = []
         self._installing: _Promotion | None = None
 
@@ -81,6 +84,16 @@ class Promotions:
         if not len(self):
             return np.zeros(len(slots), dtype=np.bool_)
         return np.isin(slots, np.concatenate([promotion.slots for promotion in self._all]))
+
+    def wait(self, seconds: float) -> None:
+        """Wait, `seconds` at most, for the copies that were started first."""
+        if self._under_way and (transfer := self._under_way[0].transfer) is not None:
+            try:
+                transfer.wait(seconds)
+            except Exception:
+                if transfer.error is None:
+                    raise
+                # `finish` tells what it failed with, when its blocks are given back.
 
     def start(self, words: Words, names: Sequence[bytes], lineage: Lineage) -> None:
         """Start copying full far blocks, none of them moving.
@@ -195,6 +208,7 @@ class Promotions:
         try:
             if promotion.transfer is not None:
                 wait_through(promotion.transfer)
+                self._link.moved(promotion.transfer.nbytes, promotion.transfer.seconds)
             self._rewrite(promotion)
         finally:
             self._let_go(promotion)

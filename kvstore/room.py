@@ -100,6 +100,14 @@ class SpaceRoom:
                 self._comes_from_others = shared.copy_extent_for(self)
         return slots
 
+    @property
+    def unused(self) -> int:
+        """Slots that are to be had for nothing: free ones, and those of extents that nobody has."""
+        records = self._records
+        free = records.free + self._shared.unassigned * records.slots_per_extent
+        left = self.tenant.left(self.block_bytes)
+        return free if left is None else min(free, left)
+
     def evict(self, count: int, *, spare_dirty: bool) -> int:
         """Let go of up to `count` blocks, coldest first; returns how many went.
 

@@ -13,7 +13,7 @@ from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.layout import KVLayout
 from ..tiers.record_file import RecordFile, Section, SectionKind
 from .hashing import HASH_BYTES, space_id
-from .policy import EvictionPolicy
+from .policy import EvictionPolicy, Losses
 from .purging import read_barred
 from .slot_arrays import SlotArrays, slot_specs
 from .slots import Adopted, SlotRecords
@@ -80,7 +80,12 @@ class SavedSpace:
 
 
 def new_records(
-    file: RecordFile, layout: KVLayout, shard: str, tenant: str, num_extents: int, policy: EvictionPolicy
+    file: RecordFile,
+    layout: KVLayout,
+    shard: str,
+    tenant: str,
+    num_extents: int,
+    policy: Callable[[Losses], EvictionPolicy],
 ) -> SlotRecords:
     """Records of a space that is new, in an arena's records.
 
@@ -97,7 +102,7 @@ def new_records(
 
 
 def read_spaces(
-    file: RecordFile, make_policy: Callable[[], EvictionPolicy], *, same_cold: bool
+    file: RecordFile, policy: Callable[[Losses], EvictionPolicy], *, same_cold: bool
 ) -> list[SavedSpace]:
     """The spaces that another process had, all of their committed blocks to be found.
 
@@ -109,8 +114,7 @@ def read_spaces(
     """
     num_extents = file.identity.capacity_bytes // file.identity.extent_bytes
     found = [
-        _read(file, section, num_extents, make_policy(), same_cold)
-        for section in file.sections(SectionKind.SPACE)
+        _read(file, section, num_extents, policy, same_cold) for section in file.sections(SectionKind.SPACE)
     ]
     if len({one.name.id for one in found}) < len(found):
         raise IntegrityError("a space is described twice")
@@ -128,7 +132,11 @@ def read_spaces(
 
 
 def _read(
-    file: RecordFile, section: Section, num_extents: int, policy: EvictionPolicy, same_cold: bool
+    file: RecordFile,
+    section: Section,
+    num_extents: int,
+    policy: Callable[[Losses], EvictionPolicy],
+    same_cold: bool,
 ) -> SavedSpace:
     name = space_in(section)
     per_extent = file.identity.extent_bytes // name.layout.block_bytes

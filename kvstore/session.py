@@ -66,7 +66,7 @@ class SleepingSequence:
         tail: int32 [length % block_size], the tokens after the last full block.
         extra_keys: by block index, what its blocks depend on beside tokens.
         partial: the hash under which the partly filled last block was kept; None where there is none.
-        places: where the leading full blocks lay.
+        places: where its leading blocks lay, the partly filled one last, if it was kept.
     """
 
     root: bytes

@@ -17,6 +17,7 @@ from ..tiers.pinned import PinnedArena
 from ..tiers.record_file import RecordFile
 from .clock import UseClock
 from .cold_link import ColdLink
+from .cost_estimates import LinkEstimate
 from .events import EventKind, EventStream
 from .stats import HostStats
 from .store_settings import StoreSettings
@@ -87,6 +88,7 @@ class HostShared:
         pin_clock: ends pins that end by themselves.
         clock: counts uses; what was used later has a higher tick, in whichever space.
         cold: the cold tier, and how it does.
+        cold_reads: what reading it takes.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class HostShared:
         self.pin_clock = PinClock()
         self.changed = threading.Condition(threading.Lock())
         self.cold = ColdLink(cold, self.changed)
+        self.cold_reads = LinkEstimate()
         self.closed = False
         self.clock = UseClock()
         self._holders: list[ExtentHolder] = []

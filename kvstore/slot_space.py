@@ -59,10 +59,13 @@ class SlotPlaces(ABC):
         # Negative ones are the largest.
         if (narrow.view(np.uint32) >= self.capacity).any():
             raise ConfigError("slots", f"must be from 0 to {self.capacity - 1}")
-        slots = narrow.astype(np.int64)
-        extent = slots // self.slots_per_extent
-        place = slots - extent * self.slots_per_extent
-        found: npt.NDArray[np.int64] = base + extent * self._extent_bytes + place * self.layout.block_bytes
+        found = narrow.astype(np.int64)
+        extent = found // self.slots_per_extent
+        # base + extent * extent_bytes + (slot - extent * slots_per_extent) * block_bytes
+        found *= self.layout.block_bytes
+        extent *= self._extent_bytes - self.slots_per_extent * self.layout.block_bytes
+        found += extent
+        found += base
         return found
 
     def slots_at(self, addresses: npt.NDArray[np.int64]) -> Ids:

@@ -22,7 +22,7 @@ nobody is left who might write there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -31,10 +31,11 @@ import numpy.typing as npt
 
 from ..tiers.arena import SlotAllocator
 from ..tiers.errors import ConfigError, IntegrityError
+from .cost import CostModel, Tier
 from .handles import Generations, ReserveStatus, all_different, first_generations
-from .lineage import Lineage
+from .lineage import ChainPlace, Lineage, short_hashes, shortened
 from .name_index import NameIndex, Names, name_array
-from .policy import EvictionPolicy, Ids
+from .policy import BlockFacts, EvictionPolicy, Ids, Losses, Retention
 from .slot_arrays import SlotArrays, SlotState
 from .slot_crc import Crcs, SlotCrc
 from .slot_lineage import SlotLineage
@@ -105,7 +106,7 @@ class SlotRecords:
     Args:
         slots_per_extent: slots that an extent is cut into.
         num_extents: extents that there may be.
-        policy: ranks what may be evicted.
+        policy: makes what ranks the blocks that may be evicted, of what losing blocks costs.
         arrays: where the records lie; None: in this process's memory.
 
     Attributes:
@@ -123,7 +124,7 @@ class SlotRecords:
         self,
         slots_per_extent: int,
         num_extents: int,
-        policy: EvictionPolicy,
+        policy: Callable[[Losses], EvictionPolicy],
         arrays: SlotArrays | None = None,
     ) -> None:
         capacity = slots_per_extent * num_extents
@@ -147,8 +148,10 @@ class SlotRecords:
         self._used_at = arrays.used_at
         self._hashes = arrays.hashes
         self._free = SlotAllocator()
-        self._policy = policy
-        policy.resize(capacity)
+        self.costs: CostModel | None = None
+        """What an engine has told of loading and computing these blocks; None: nothing yet."""
+        self._policy = policy(self.losses)
+        self._policy.resize(capacity)
         self.looks = SlotLooks(slots_per_extent, arrays, self.leases, self._timed, self._cleaning)
 
     @property
@@ -184,6 +187,9 @@ class SlotRecords:
     def ranked_by(self, policy: EvictionPolicy) -> EvictionPolicy:
         """A new policy, which ranks the blocks that may go in the order of the present one."""
         policy.resize(self.capacity)
+        if policy.learns:
+            held = (self._state == _COMMITTED) | (self._state == _RESERVED)
+            self._admit(policy, np.flatnonzero(held).astype(np.int32))
         policy.insert(self._policy.coldest(len(self._policy)))
         return policy
 
@@ -191,7 +197,63 @@ class SlotRecords:
         """Another one ranks blocks from now on: one of `ranked_by`."""
         self._policy = policy
 
+    def _admit(self, policy: EvictionPolicy, slots: Ids) -> None:
+        """Tell a policy of the blocks that slots hold."""
+        for start in range(0, len(slots), _TOGETHER):
+            part = slots[start : start + _TOGETHER]
+            policy.admit(part, self.facts(part))
+
+    def losses(self, slots: Ids) -> npt.NDArray[np.float64]:
+        """Seconds that losing the blocks in these slots costs, float64 [n]; all 1 where that is not known."""
+        if self.costs is None:
+            return np.ones(len(slots), dtype=np.float64)
+        at = slots.astype(np.intp)
+        below = np.where(self.in_cold[at], Tier.COLD, Tier.NONE).astype(np.uint8)
+        return self.costs.losses(self.lineage.of(at)[1], below)
+
+    def facts(self, slots: Ids) -> BlockFacts:
+        """What is known of the blocks that slots hold."""
+        at = slots.astype(np.intp)
+        return BlockFacts(short_hashes(self._hashes[at]), *self.lineage.of(at))
+
     # Finding
+
+    def looked_up(self, slots: Ids, hashes: Sequence[bytes], start: ChainPlace | None) -> None:
+        """A match found these slots, the leading ones of `hashes`, and is about to lease them.
+
+        Args:
+            start: where in its chain the first one is, which the others follow; None: that is not known.
+        """
+        found = len(slots)
+        if found:
+            self.lineage.found(slots.astype(np.intp), hashes, start)
+        if self._policy.learns:
+            if found:
+                self._policy.found(slots)
+            if found < len(hashes):
+                after = None if start is None else start.after(hashes[:found])
+                self._policy.missed(BlockFacts.of_chain(hashes[found:], after))
+
+    def retain(self, slots: Ids, retention: Retention) -> None:
+        """Advice on these committed blocks."""
+        if self._policy.learns and len(slots):
+            self._policy.retain(slots, retention)
+
+    @property
+    def admits_some(self) -> bool:
+        """Whether the policy may not want each new block."""
+        return self._policy.learns
+
+    def wanted(self, hashes: Sequence[bytes], lineage: Lineage | None, room: int) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of these new blocks the policy takes if so many slots are free."""
+        if len(hashes) <= room:
+            return np.ones(len(hashes), dtype=np.bool_)
+        names = shortened(hashes)
+        unknown = np.zeros(len(names), dtype=np.int32)
+        parents, depths = (
+            (np.zeros_like(names), unknown) if lineage is None else (lineage.short_parents, lineage.depths)
+        )
+        return self._policy.wanted(BlockFacts(names, parents, depths), room)
 
     def resident(self, hashes: Sequence[bytes]) -> Ids:
         """Slots of the leading committed blocks.
@@ -375,6 +437,8 @@ class SlotRecords:
         self._state[at] = _RESERVED
         self.generations[at] = generations
         self.pending.update(zip(names, slots.tolist(), strict=True))
+        if self._policy.learns:
+            self._policy.admit(slots, self.facts(slots))
 
     def commit(self, slots: Ids, now: int, *, in_cold: bool) -> list[bytes]:
         """Reserved slots are written: they can be found by their names, which are returned.
@@ -404,6 +468,7 @@ class SlotRecords:
             slots = slots[~void]
         for name in self.names(slots):
             del self.pending[name]
+        self._policy.forget(slots)
         self._set_state(slots, _RESERVED, _FREE)
         self._free.free(slots)
 
@@ -434,7 +499,7 @@ class SlotRecords:
         else:
             return self._forget(self._policy.evict(count))
         victims = candidates[may_go][:count]
-        self._policy.remove(victims)
+        self._policy.forget(victims)
         return self._forget(victims)
 
     def idle(self, slots: Ids, generations: Generations, until: int) -> Ids:
@@ -463,11 +528,11 @@ class SlotRecords:
 
     def evict_idle(self, slots: Ids) -> Evicted:
         """Let these go, which `idle` found."""
-        self._policy.remove(slots)
+        self._policy.forget(slots)
         return self._forget(slots)
 
     def _forget(self, slots: Ids) -> Evicted:
-        """Free blocks that the policy ranks no more."""
+        """Free blocks that the policy has forgotten."""
         names = self.names(slots)
         self.index.remove(slots)
         lost = int(np.count_nonzero(~self.in_cold[slots]))
@@ -506,7 +571,7 @@ class SlotRecords:
         names = self.names(committed) + pending
         self.index.remove(committed)
         reserved = np.array([self.pending.pop(name) for name in pending], dtype=np.int32)
-        self._policy.remove(committed)
+        self._policy.forget(np.concatenate([committed, reserved]))
         self.leases[committed] -= self._pins[committed] + self._timed[committed]
         self._pins[committed] = self._timed[committed] = 0
         stays = (self.leases[committed] > 0) | self._cleaning[committed]
@@ -631,7 +696,7 @@ class SlotRecords:
         first = extent * self.slots_per_extent
         slots = np.arange(first, first + self.slots_per_extent, dtype=np.int32)
         victims = slots[self._state[slots] == _COMMITTED]
-        self._policy.remove(victims)
+        self._policy.forget(victims)
         evicted = self._forget(victims)
         self._free.remove(first, self.slots_per_extent)
         self.extents.discard(extent)
@@ -683,6 +748,9 @@ class SlotRecords:
                 if len(run):
                     first, count = int(run[0]) * self.slots_per_extent, len(run) * self.slots_per_extent
                     self._free.add(first, count, taken=self._state[first : first + count] != _FREE)
+            if self._policy.learns:
+                held_slots = np.flatnonzero((self._state == _COMMITTED) | (self._state == _RESERVED))
+                self._admit(self._policy, held_slots.astype(np.int32))
             self._insert_by_use(idle)
         for one in named:
             one.result()
@@ -792,7 +860,7 @@ class SlotRecords:
         self.index.remove(slots[state[slots] == _COMMITTED])
         for name in self.names(slots[state[slots] == _RESERVED]):
             del self.pending[name]
-        self._policy.remove(slots[state[slots] == _COMMITTED])
+        self._policy.forget(slots[(state[slots] == _COMMITTED) | (state[slots] == _RESERVED)])
         self._free.withdraw(slots[state[slots] == _FREE])
         self.leases[slots] = self._pins[slots] = 0
         self._write_anew(slots, _DAMAGED)

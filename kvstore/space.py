@@ -29,8 +29,10 @@ from ..tiers.settings import (
     expect_flag,
     expect_integer,
     expect_seconds,
+    expect_type,
 )
 from .cold_writes import ColdWrites
+from .cost import CostModel
 from .events import EventKind
 from .evicting import SpaceEvictions
 from .handles import Generations, Lease, Reservation, ReserveStatus
@@ -47,7 +49,7 @@ from .lineage import (
     shortened,
 )
 from .loading import ColdLoad
-from .policy import Ids, make_policy
+from .policy import Ids, Retention, expect_retention
 from .purging import HeldSlots, PurgeReport, SpacePurges
 from .room import SpaceRoom
 from .shared import HostShared
@@ -55,6 +57,7 @@ from .slot_looks import SlotCounts
 from .slot_space import SlotSpace
 from .slots import SlotRecords
 from .status import SpaceStatus
+from .store_settings import StoreSettings
 from .timed_pins import TimedPin, TimedPins
 
 __all__ = ["HostSpace"]
@@ -194,10 +197,11 @@ class HostSpace(SlotSpace):
         """`match` that trusts its arguments: for names that were looked at already."""
         shared = self._shared
         with shared.lock():
-            lease, at = self._lease_leading(hashes)
-            found = len(at)
-            if found:
-                self._records.lineage.found(at, hashes, start)
+            shared.check_open()
+            slots = self._records.resident(hashes)
+            self._records.looked_up(slots, hashes, start)
+            lease = self._leased(slots)
+            found = len(slots)
             shared.stats.matched += found
             shared.stats.matched_tokens += found * self.layout.block_size
             shared.stats.missed += len(hashes) - found
@@ -209,11 +213,19 @@ class HostSpace(SlotSpace):
                     lease.cold = self.count_in_cold(cold, hashes[found:], cold_deadline)
         return lease
 
+    def count_resident(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks are resident. Not counted as hits and misses."""
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        with self._shared.lock():
+            self._shared.check_open()
+            return len(self._records.resident(hashes))
+
     def lease_resident(self, hashes: Sequence[bytes]) -> Lease:
         """`match` that does not count hits and misses."""
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         with self._shared.lock():
-            return self._lease_leading(hashes)[0]
+            self._shared.check_open()
+            return self._leased(self._records.resident(hashes))
 
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once.
@@ -225,7 +237,7 @@ class HostSpace(SlotSpace):
         with self._shared.lock():
             self._shared.check_open()
             good = self._records.committed(slots, generations)
-            self._records.take_leases(slots[good])
+            self._records.take_leases(slots if good.all() else slots[good])
             return good
 
     def release(self, slots: Ids, generations: Generations) -> None:
@@ -362,16 +374,26 @@ class HostSpace(SlotSpace):
         return self._reserve(hashes, wait, lineage)[0]
 
     def _reserve(
-        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None
+        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None, *, asked_for: bool = False
     ) -> tuple[Reservation, bool]:
-        """Slots to write blocks into, and whether the tenant's quota was why there were not enough."""
-        done = self._grant(hashes, wait, lineage)
+        """Slots to write blocks into, and whether the tenant's quota was why there were not enough.
+
+        Args:
+            asked_for: somebody waits for these blocks: whether they are worth a place is no question.
+        """
+        done = self._grant(hashes, wait, lineage, asked_for=asked_for)
         if done is None:
             raise TypeError("only what is to be granted at once or not at all may be nothing")
         return done
 
     def _grant(
-        self, hashes: Sequence[bytes], wait: float, lineage: Lineage | None, *, at_once: bool = False
+        self,
+        hashes: Sequence[bytes],
+        wait: float,
+        lineage: Lineage | None,
+        *,
+        at_once: bool = False,
+        asked_for: bool = False,
     ) -> tuple[Reservation, bool] | None:
         """See `_reserve`; `at_once`: None, rather than to wait where that may help."""
         end = time.monotonic() + wait
@@ -384,6 +406,9 @@ class HostSpace(SlotSpace):
                 present = np.unique(slots[status == _PRESENT]) if len(wanted) < len(hashes) else None
                 if present is not None:
                     records.take_leases(present)
+                unwanted = 0
+                if records.admits_some and not asked_for and len(wanted):
+                    wanted, unwanted = self._admitted(hashes, lineage, wanted)
                 granted = self._room.take(len(wanted))
                 short = len(wanted) - len(granted)
                 left = end - time.monotonic()
@@ -410,12 +435,21 @@ class HostSpace(SlotSpace):
             if present is not None and lineage is not None:
                 known = np.flatnonzero(status == _PRESENT)
                 records.lineage.learn(slots[known].astype(np.intp), lineage.take(known))
-            shared.stats.denied += short
+            shared.stats.denied += short + unwanted
             over_quota = short > 0 and self._room.over_quota
-            self._tenant.stats.denied += short
+            self._tenant.stats.denied += short + unwanted
             self._tenant.stats.over_quota += short if over_quota else 0
             generations = np.where(status <= _PRESENT, records.generations[slots], 0)
         return Reservation(self, hashes, status, slots, generations), over_quota
+
+    def _admitted(
+        self, hashes: Sequence[bytes], lineage: Lineage | None, wanted: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """Those of these positions whose blocks are worth a place, and how many are not."""
+        names = [hashes[at] for at in wanted.tolist()]
+        of_them = None if lineage is None else lineage.take(wanted)
+        worth = self._records.wanted(names, of_them, self._room.unused)
+        return wanted[worth], len(wanted) - int(np.count_nonzero(worth))
 
     def reserved(self, hashes: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], Ids, Generations]:
         """Which of these are being written: int64 [n] positions, each hash once; slots and generations.
@@ -523,12 +557,13 @@ class HostSpace(SlotSpace):
             self._drop_leases(timed)
             return len(lasting) + len(timed)
 
-    def hint(self, hashes: Sequence[bytes], *, wanted: bool) -> int:
+    def hint(self, hashes: Sequence[bytes], *, wanted: bool, retention: Retention | None = None) -> int:
         """Advice: these blocks will be wanted soon, or not again.
 
         Args:
             wanted: True: the leading ones count as just used, and what the cold tier has of the rest is
                 brought up, when nothing else is to be. False: those that nobody leases go first.
+            retention: how long they are worth keeping, for policies that rank by it.
 
         Returns:
             how many blocks this is tried for: leading ones that are resident or may come up; those that go
@@ -536,10 +571,12 @@ class HostSpace(SlotSpace):
         """
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
         wanted = expect_flag("wanted", wanted)
+        retention = expect_retention(retention)
         shared = self._shared
         if not wanted:
             with shared.lock():
                 shared.check_open()
+                self._retain(hashes, retention)
                 count = self._records.demote(hashes)
                 shared.stats.hinted_unwanted += count
                 return count
@@ -551,16 +588,20 @@ class HostSpace(SlotSpace):
             loads = bool(load.missing) and has_cold and shared.hints_under_way < _MOST_HINTS
             count = len(hashes) if loads else resident
             shared.stats.hinted_wanted += count
+            self._retain(hashes, retention)
             if loads:
                 shared.hints_under_way += 1
-                shared.hinted.submit(self._load_ahead, load)
+                shared.hinted.submit(self._load_ahead, load, hashes[resident:], retention)
         if not loads:
             load.release()
         return count
 
-    def _load_ahead(self, load: ColdLoad) -> None:
+    def _load_ahead(self, load: ColdLoad, hashes: Sequence[bytes], retention: Retention | None) -> None:
+        """In a loader thread; `retention` is of these, which are to be loaded."""
         try:
             self._load_up(load)
+            with self._shared.lock():
+                self._retain(hashes, retention)
             load.release()
             load.done()
         except Exception:  # noqa: BLE001  nobody waits for it
@@ -689,19 +730,22 @@ class HostSpace(SlotSpace):
             batch = list(self._purges.may_load(batch))
         # No room, by the quota or not, is a miss.
         lineage = None if start is None else Lineage.of_chain(batch, start)
-        with self._reserve(batch, deadline, lineage)[0] as reservation:
+        with self._reserve(batch, deadline, lineage, asked_for=True)[0] as reservation:
             new = reservation.new
             names = [batch[at] for at in new.tolist()]
             views = [self.view(slot) for slot in reservation.slots[new].tolist()]
+            began = time.monotonic()
             try:
                 status = cold.get(self.id, names, views, deadline)
             finally:
                 for view in views:
                     view.release()
+            seconds = time.monotonic() - began
             arrived = new[status == ColdStatus.OK]
             reservation.commit(arrived, in_cold=True)
         with shared.lock():
             shared.cold.heard(status)
+            shared.cold_reads.moved(len(arrived) * self.layout.block_bytes, seconds)
             shared.stats.cold_loaded += len(arrived)
             shared.stats.cold_missed += len(new) - len(arrived)
         return len(batch), len(arrived)
@@ -828,15 +872,35 @@ class HostSpace(SlotSpace):
                 cleaning=records.cleaning,
                 slots=SlotCounts(),
                 unpurged=self._purges.pending,
+                costs=records.costs,
             )
         return replace(known, slots=records.looks.count(extents))
 
-    def ranked_by(self, policy: str) -> Callable[[], None]:
-        """Have another policy rank the blocks that may go, in their order; returns what puts it in place.
+    def ranked_by(self, settings: StoreSettings) -> Callable[[], None]:
+        """Have the policy of other settings rank the blocks that may go, in their order; returns what puts it
+        in place.
 
         With the lock held until then.
         """
-        return partial(self._records.use_policy, self._records.ranked_by(make_policy(policy, 0)))
+        other = settings.make_policy(self._records.losses)
+        return partial(self._records.use_policy, self._records.ranked_by(other))
+
+    def tell_costs(self, costs: CostModel) -> None:
+        """What loading and computing blocks of this space takes, as an engine knows it.
+
+        Where the store itself has read the cold tier, what it took there counts.
+        """
+        expect_type("costs", costs, CostModel, "a CostModel")
+        if costs.block_size != self.layout.block_size or costs.block_bytes != self.layout.block_bytes:
+            raise ConfigError("costs", "are those of blocks of another size")
+        with self._shared.lock():
+            self._shared.check_open()
+            self._records.costs = replace(costs, cold=self._shared.cold_reads.cost or costs.cold)
+
+    @property
+    def costs(self) -> CostModel | None:
+        """What an engine told last of its costs; None: none did."""
+        return self._records.costs
 
     def forget_copies(self) -> None:
         """There is another cold tier, which has no copies, or none. With the lock held."""
@@ -897,13 +961,17 @@ class HostSpace(SlotSpace):
         there = np.flatnonzero(found)
         return there, slots[there]
 
-    def _lease_leading(self, hashes: Sequence[bytes]) -> tuple[Lease, npt.NDArray[np.intp]]:
-        """A lease of the leading resident blocks, and its slots as indices, which are made once."""
-        self._shared.check_open()
-        slots = self._records.resident(hashes)
+    def _retain(self, hashes: Sequence[bytes], retention: Retention | None) -> None:
+        """Advice on those of these that are resident."""
+        if retention is not None:
+            if retention.ttl is None:
+                retention = replace(retention, ttl=self._shared.settings.retention_ttl)
+            self._records.retain(np.unique(self._records.slots_of(hashes)), retention)
+
+    def _leased(self, slots: Ids) -> Lease:
+        """A lease of these resident blocks."""
         self._records.take_leases(slots)
-        at = slots.astype(np.intp)
-        return Lease(self, slots, self._records.generations[at]), at
+        return Lease(self, slots, self._records.generations[slots.astype(np.intp)])
 
     def _drop_leases(self, slots: Ids) -> None:
         if self._records.drop_leases(slots, self._shared.clock.tick()):

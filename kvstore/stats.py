@@ -65,3 +65,11 @@ class StoreStats(Counters):
     """Left the device tier without a copy below, because nothing below had room."""
     slept: int = 0
     woken: int = 0
+    gated_tokens: int = 0
+    """Tokens of blocks that were not brought up from the cold tier, since computing them ends first."""
+    given_up_tokens: int = 0
+    """The same of loads that were begun, and took longer than they should have."""
+    saved_tokens: int = 0
+    """Tokens of prompts that were found and not computed."""
+    saved_milliseconds: int = 0
+    """That computing these would have taken beyond finding them, by the cost model, where it knows."""

@@ -11,6 +11,7 @@ from ..tiers.layout import KVLayout
 from ..tiers.memory import format_bytes
 from .clock import ClockReading
 from .cold_link import ColdCondition, ColdState
+from .cost import CostModel
 from .shared import HostShared
 from .slot_looks import SlotCounts
 from .store_settings import StoreSettings
@@ -58,6 +59,7 @@ class SpaceStatus:
         cleaning: blocks that are being copied to the cold tier.
         slots: what else its slots are; counted a moment later.
         unpurged: whether the cold tier was to remove something of it and did not yet.
+        costs: what an engine told last of loading and computing its blocks; None: none did.
     """
 
     id: bytes
@@ -74,6 +76,7 @@ class SpaceStatus:
     cleaning: int
     slots: SlotCounts
     unpurged: bool
+    costs: CostModel | None = None
 
 
 @dataclass(frozen=True)

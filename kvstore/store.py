@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from ..tiers.errors import ClosedError, ConfigError, IntegrityError, RequestErro
 from ..tiers.layout import KVLayout
 from ..tiers.mover import Mover
 from ..tiers.settings import (
+    expect_byte_strings,
     expect_bytes,
     expect_integer,
     expect_methods,
@@ -33,25 +35,35 @@ from ..tiers.settings import (
     shown,
 )
 from .attach import Attacher, Found
-from .calls import HostCalls, LoadCalls
+from .calls import CostCalls, HostCalls, LoadCalls
 from .chains import RowChains
+from .cost import Run, Tier
+from .cost_estimates import CostEstimates
 from .device import DeviceTier
 from .events import Listener
 from .far import FarBlocks
 from .handles import Generations
 from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, space_id
 from .lineage import ChainPlace, Lineage
-from .policy import Ids
+from .policy import Ids, Retention
 from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
-from .session import SessionRecord, SleepingSequence, session_key
+from .session import Places, SessionRecord, SleepingSequence, session_key
 from .stats import StoreStats
+from .store_settings import RETENTION_TTL
 from .tables import MOST_ROWS, BlockTable, Words
 from .tails import SharedTails
 
-__all__ = ["Install", "NamedPrompt", "Opened", "Sharing", "TieredStore"]
+__all__ = ["Install", "LoadPays", "NamedPrompt", "Opened", "Sharing", "TieredStore", "Waste"]
 
 _log = logging.getLogger(__name__)
+
+_MOST_UNPLACED: Final = 64
+"""Sleepers whose copies are looked for: they are made within moments, or there is no room for them."""
+
+LoadPays: TypeAlias = Callable[[Sequence[Run], Sequence[bytes]], bool]
+"""Says whether a load pays: what is there of a prompt, of which the last run may be in the cold tier, and the
+names of that run's blocks."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,19 @@ class Sharing:
         return self.words - self.blocks
 
 
+@dataclass(frozen=True)
+class Waste:
+    """Places for tokens in the device tier that are allocated, and how many hold tokens in use or to reuse."""
+
+    places: int
+    tokens: int
+
+    @property
+    def share(self) -> float:
+        """Of what is allocated, that holds nothing."""
+        return 1 - self.tokens / self.places if self.places else 0.0
+
+
 class TieredStore:
     """Block tables, sharing, copy-on-write, promotion, sleep and wake for one engine on one device.
 
@@ -102,8 +127,10 @@ class TieredStore:
         device: ``cuda:N``, or ``cpu``, where host memory stands in for VRAM.
         max_sequences: rows of the block table.
         policy: name of the device tier's eviction policy.
+        policy_weights: of the policy's weights those that are to be other than its own.
         shard: the layers and heads of this rank, see `space_id`.
         mover: copies blocks; None makes one for the device.
+        costs: what loading and computing blocks takes, refined while the store is used; None: not known yet.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range.
@@ -121,8 +148,10 @@ class TieredStore:
         device: str = "cpu",
         max_sequences: int = 256,
         policy: str = "lru",
+        policy_weights: Mapping[str, float] | None = None,
         shard: str = "",
         mover: Mover | None = None,
+        costs: CostEstimates | None = None,
     ) -> None:
         device_blocks = expect_integer("device_blocks", device_blocks, 1, 2**31 - 1)
         max_sequences = expect_integer("max_sequences", max_sequences, 1, MOST_ROWS)
@@ -151,8 +180,13 @@ class TieredStore:
         self.space = space_id(layout, shard) if self.host is None else self.host.id
         self._lost: deque[tuple[Ids, Generations]] = deque()
         """Leases that ended though nobody released them, as another thread tells."""
+        self._unplaced: deque[Places] = deque(maxlen=_MOST_UNPLACED)
+        """Of sequences that fell asleep: not all of their copies in host memory were made by then."""
+        self._written_back = 0
         self._closed = False
         self.stats = StoreStats()
+        self.costs = CostEstimates(layout.block_size, layout.block_bytes) if costs is None else costs
+        """The cost model, refined by what is measured. Of the thread that drives the store."""
         self.table = BlockTable(max_sequences, track_changes=device != "cpu")
         self.lengths = np.zeros(max_sequences, dtype=np.int64)
         """int64 [max_sequences]: tokens of each row whose KV is there. Read only."""
@@ -163,8 +197,10 @@ class TieredStore:
             space=self.space,
             host=self.host,
             policy=policy,
+            policy_weights=policy_weights,
             mover=mover,
             stats=self.stats,
+            costs=self.costs,
         )
         self.arena = self._device.arena
         self.pool = self._device.pool
@@ -174,7 +210,7 @@ class TieredStore:
         self._promotions: Promotions | None = None
         if self.host is not None:
             self._far = FarBlocks(self.host, max_sequences)
-            self._promotions = Promotions(self._device, self._far, self.table)
+            self._promotions = Promotions(self._device, self._far, self.table, self.costs.copy)
         self._attacher = Attacher(self.table, self._device, self._far)
         self._tails = SharedTails(self.table, self._device, self._attacher, self.stats)
         self._end_listening = host.subscribe_lost(self._hear_lost) if host is not None else None
@@ -245,21 +281,28 @@ class TieredStore:
         expect_type("prompt", prompt, NamedPrompt, "a prompt from name_prompt")
         return len(self.pool.match(prompt.hashes[: prompt.usable]))
 
-    def start_load(self, prompt: NamedPrompt) -> LoadCalls | None:
+    def start_load(self, prompt: NamedPrompt, *, pays: LoadPays | None = None) -> LoadCalls | None:
         """Start bringing a prompt's blocks up from the cold tier to host memory, ahead of `open_named`.
 
+        Args:
+            pays: is asked whether to; None: load whatever is there.
+
         Returns:
-            the load to wait for; None where everything is near, or there is nothing below.
+            the load to wait for; None where everything is near, there is nothing below, or it does not pay.
         """
         expect_type("prompt", prompt, NamedPrompt, "a prompt from name_prompt")
-        return self._start_load(prompt.hashes[: prompt.usable], prompt.partial)
+        return self._start_load(prompt.hashes[: prompt.usable], prompt.partial, pays)
 
-    def start_load_sleeping(self, sleeping: SleepingSequence) -> LoadCalls | None:
+    def start_load_sleeping(
+        self, sleeping: SleepingSequence, *, pays: LoadPays | None = None
+    ) -> LoadCalls | None:
         """Start bringing a sleeping sequence's blocks up from the cold tier, ahead of `wake`."""
         expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
-        return self._start_load(sleeping.hashes, sleeping.partial_block)
+        return self._start_load(sleeping.hashes, sleeping.partial_block, pays)
 
-    def _start_load(self, hashes: Sequence[bytes], partial: PartialBlock | None) -> LoadCalls | None:
+    def _start_load(
+        self, hashes: Sequence[bytes], partial: PartialBlock | None, pays: LoadPays | None
+    ) -> LoadCalls | None:
         self._check_open()
         if self.host is None:
             return None
@@ -270,9 +313,39 @@ class TieredStore:
         near = len(self.pool.match(names))
         if near == len(names):
             return None
+        if pays is not None:
+            # Of a sidecar's memory it is not known here; then all of it counts as what may lie in cold.
+            resident = self.host.count_resident(names[near:]) or 0
+            beyond = names[near + resident :]
+            runs = (Tier.DEVICE, near), (Tier.HOST, resident), (Tier.COLD, len(beyond))
+            if beyond and not pays(runs, beyond):
+                return None
         # What comes after a partly filled block in this list does not in its chain.
         start = ChainPlace.at(names, near) if column >= len(hashes) else None
         return self.host.start_load(names[near:], start=start)
+
+    def retain(self, hashes: Sequence[bytes], retention: Retention) -> int:
+        """Advice on how long blocks are worth keeping, in the device tier and in host memory.
+
+        In host memory they count as just used, and what only the cold tier has is brought up when nothing
+        else is to be (`HostSpace.hint`).
+
+        Args:
+            hashes: theirs, from the first block of their chain on.
+            retention: the advice.
+
+        Returns:
+            how many blocks this is tried for.
+        """
+        self._check_open()
+        hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
+        retention = expect_type("retention", retention, Retention, "a Retention")
+        near = [self.pool.index[name] for name in dict.fromkeys(hashes) if name in self.pool.index]
+        ttl = RETENTION_TTL if retention.ttl is None else retention.ttl
+        self.pool.retain(np.array(near, dtype=np.int32), replace(retention, ttl=ttl))
+        if self.host is None:
+            return len(near)
+        return max(len(near), self.host.hint(hashes, wanted=True, retention=retention))
 
     def fork(self, row: int) -> int:
         """A second sequence with the same KV: all blocks are shared, the last one copied when written.
@@ -321,10 +394,11 @@ class TieredStore:
             length=length,
             tail=chains.tail(row, length),
             extra_keys=chains.extra_keys(row),
-            partial=self._keep_partial(row, length) if keep_tail else None,
-            places=self._attacher.places(self.table.row(row)[:full]),
+            partial=(partial := self._keep_partial(row, length) if keep_tail else None),
+            places=self._attacher.places(self.table.row(row)[: full + (partial is not None)]),
         )
         self._close_row(row)
+        self._unplaced.append(sleeping.places)
         self._device.start_write_back()
         self.stats.slept += 1
         return sleeping
@@ -348,13 +422,39 @@ class TieredStore:
         self._chains.start(row, sleeping.root, sleeping.hashes, sleeping.extra_keys)
         self._chains.set_tail(row, sleeping.tail)
         try:
-            found = self._attacher.find_again(row, sleeping.places, sleeping.hashes)
+            names = sleeping.hashes
+            if sleeping.partial is not None:
+                names = (*names, sleeping.partial)
+            found = self._attacher.find_again(row, sleeping.places, names)
             opened = self._attach(row, found, sleeping.hashes, sleeping.partial_block, cold_deadline)
         except BaseException:
             self._close_row(row)
             raise
         self.stats.woken += 1
         return opened
+
+    def prefetch(self, sleeping: SleepingSequence) -> int:
+        """Start copying a sleeping sequence's blocks from host memory to device blocks that are free.
+
+        They are found there when it wakes, unless others want the room before.
+
+        Returns:
+            how many blocks were started.
+        """
+        self._check_open()
+        expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
+        free = self.pool.free
+        if self._promotions is None or not free or not self.table.free_rows:
+            return 0
+        row = self.table.take_row()
+        try:
+            self._chains.start(row, sleeping.root, sleeping.hashes, sleeping.extra_keys)
+            found = self._attacher.find_again(row, sleeping.places, sleeping.hashes)
+            self._attacher.find(row, sleeping.hashes, 0.0, found)
+            self.lengths[row] = found.blocks * self.layout.block_size
+            return self.promote(row, free)
+        finally:
+            self._close_row(row)
 
     def cached_blocks(self, sleeping: SleepingSequence) -> int:
         """How many of `available_blocks` waking a sequence would hold again."""
@@ -363,6 +463,15 @@ class TieredStore:
         blocks = sleeping.places.device_blocks
         there = self.pool.generations[blocks] == sleeping.places.device_generations
         return int(np.count_nonzero(there & (self.pool.refs[blocks] == 0)))
+
+    def missing_blocks(self, sleeping: SleepingSequence) -> int:
+        """How many of a sleeping sequence's full blocks are not where they were in the device tier."""
+        self._check_open()
+        expect_type("sleeping", sleeping, SleepingSequence, "a sequence from sleep")
+        full = len(sleeping.hashes)
+        blocks = sleeping.places.device_blocks[:full]
+        there = self.pool.generations[blocks] == sleeping.places.device_generations[:full]
+        return full - int(np.count_nonzero(there))
 
     # Steps
 
@@ -457,6 +566,11 @@ class TieredStore:
             self._promotions.abandon_install()
             self._promotions.finish()
         self._device.poll()
+        if self._unplaced and self.stats.written_back != self._written_back:
+            self._written_back = self.stats.written_back
+            for places in list(self._unplaced):
+                if self._attacher.place_copies(places):
+                    self._unplaced.remove(places)
 
     def take_lost_rows(self) -> list[int]:
         """Rows that read in host memory what is no longer leased, as a sidecar told since.
@@ -563,6 +677,64 @@ class TieredStore:
         self._check_row(row)
         return int(self._far.counts[row]) if self._far is not None else 0
 
+    def far_to_read(self, row: int) -> int:
+        """How many of a row's blocks its next step reads in host memory.
+
+        All that lie there but a partly filled last one that others may find: it is copied before it is
+        written.
+        """
+        count = self.far_blocks(row)
+        if count and self._tails.shared[row]:
+            last = self.table.words[row, int(self.lengths[row]) // self.layout.block_size]
+            count -= bool(last & FAR)
+        return count
+
+    def brings(self, row: int) -> bool:
+        """Whether blocks of a row are being copied up to the device tier."""
+        self._check_row(row)
+        if self._far is None or self._promotions is None or not self._far.counts[row]:
+            return False
+        words = self.table.row(row)
+        slots = self._far.slots_at(words[(words & FAR) != 0])
+        return bool(self._promotions.are_moving(slots).any())
+
+    def wait_for_promotion(self, seconds: float) -> None:
+        """Wait, `seconds` at most, for blocks that are being copied up; `poll` then has them take effect."""
+        self._check_open()
+        if self._promotions is not None:
+            self._promotions.wait(expect_seconds("seconds", seconds))
+
+    def near_blocks(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Device blocks that each row holds, also those that others hold too, int64 [n]."""
+        near = self.table.counts[rows].astype(np.int64)
+        if self._far is not None:
+            near -= self._far.counts[rows]
+        return near
+
+    def private_blocks(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Device blocks that each row alone holds, int64 [n]: what is free when it sleeps. For a few rows."""
+        counts = self.table.counts[rows]
+        words = self.table.words[rows, : int(counts.max(initial=0))]
+        there = np.arange(words.shape[1]) < counts[:, None]
+        there &= (words & FAR) == 0
+        private = np.zeros(words.shape, dtype=np.bool_)
+        private[there] = self.pool.refs[self._device.blocks_at(words[there])] == 1
+        return private.sum(axis=1, dtype=np.int64)
+
+    def read_in_place(self, rows: npt.NDArray[np.int64]) -> int:
+        """How many blocks of host memory a step of these rows reads where they lie; a shared one counts once.
+
+        Tails that the step writes are no longer there.
+        """
+        if self._far is None:
+            return 0
+        reading = rows[self._far.counts[rows] > 0]
+        if not len(reading):
+            return 0
+        words = np.concatenate([self.table.row(row) for row in reading.tolist()])
+        words = words[(words & FAR) != 0]
+        return len(words) if len(reading) == 1 else len(np.unique(words))
+
     def spill(self, row: int, count: int) -> int:
         """Let go of up to `count` of a running row's own device blocks, oldest first: it reads them far.
 
@@ -612,6 +784,20 @@ class TieredStore:
         """
         self._check_open()
         return self._device.evict(expect_integer("count", count, 0))
+
+    def waste(self) -> Waste:
+        """How much of the device tier is allocated and holds nothing: rows' last blocks, copies on their way."""
+        self._check_open()
+        size = self.layout.block_size
+        held = np.zeros(self.pool.capacity, dtype=np.int64)
+        named = self.pool.named(np.arange(self.pool.capacity, dtype=np.int32))
+        held[named] = size - self.pool.lacking[named]
+        for row in self.table.rows_in_use.tolist():
+            words = self.table.row(row)
+            near = np.flatnonzero((words & FAR) == 0)
+            blocks = self._device.blocks_at(words[near])
+            held[blocks] = np.maximum(held[blocks], (self.lengths[row] - near * size).clip(0, size))
+        return Waste((self.pool.capacity - self.pool.free) * size, int(held.sum()))
 
     def sharing(self) -> Sharing:
         """How much of what the block tables hold is held by several rows."""
@@ -668,6 +854,16 @@ class TieredStore:
             return None
         record = SessionRecord.unpack(data)
         return record if record.root == root else None
+
+    def tell_costs(self) -> None:
+        """Tell host memory of this process what loading and computing blocks takes, for its policies.
+
+        A sidecar is told by reports.
+        """
+        self._check_open()
+        host: object = self.host
+        if isinstance(host, CostCalls):
+            host.tell_costs(self.costs.model)
 
     # The rest
 
@@ -775,23 +971,24 @@ class TieredStore:
         The blocks of `found` are attached already.
         """
         size = self.layout.block_size
-        self._attacher.find(row, hashes, cold_deadline, found)
-        count = found.blocks
-        in_device, in_host, in_cold = (blocks * size for blocks in (found.device, found.host, found.cold))
-        length = count * size
-        if partial is not None and count == partial.length // size:
-            before = found.device, found.host
-            self._attacher.find(row, (*hashes[:count], partial.name), cold_deadline, found)
-            if found.blocks > count:
-                self._tails.shared[row] = True
-                filled = partial.length - length
-                length = partial.length
-                if found.device > before[0]:
-                    in_device += filled
-                elif found.host > before[1]:
-                    in_host += filled
-                else:
-                    in_cold += filled
+        if found.blocks > len(hashes):  # the partly filled one, too, where it was
+            far = bool(self.table.words[row, len(hashes)] & FAR)
+            full = Found(found.device - (not far), found.host - far, found.cold)
+        else:
+            self._attacher.find(row, hashes, cold_deadline, found)
+            full = replace(found)
+            if partial is not None and full.blocks == partial.length // size:
+                names = (*hashes[: full.blocks], partial.name)
+                self._attacher.find(row, names, cold_deadline, found)
+        length = full.blocks * size
+        in_device, in_host, in_cold = full.device * size, full.host * size, full.cold * size
+        if partial is not None and found.blocks > full.blocks:
+            self._tails.shared[row] = True
+            filled = partial.length - length
+            length = partial.length
+            in_device += filled * (found.device - full.device)
+            in_host += filled * (found.host - full.host)
+            in_cold += filled * (found.cold - full.cold)
         self.lengths[row] = length
         self.stats.device_hits += found.device
         self.stats.host_hits += found.host
@@ -810,6 +1007,7 @@ class TieredStore:
                 column = length // self.layout.block_size
                 place = ChainPlace.at(self._chains.hashes(row), column)
                 self._device.publish(block, [name], Lineage.of_chain([name], place))
+                self.pool.lacking[block] = -length % self.layout.block_size
         return name
 
     def _publish(

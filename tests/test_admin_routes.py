@@ -11,6 +11,7 @@ import httpx
 import pytest
 from kvpager.api.client import Connection
 from kvpager.kvstore.control import EngineReport
+from kvpager.kvstore.cost import ComputeCost, CostModel, LinkCost
 from kvpager.tests.admin_server import ROOT, AdminServer, prompt, store_prompt
 from kvpager.tests.raw_client import LAYOUT, await_true
 
@@ -169,9 +170,41 @@ def test_a_lookup_tells_how_much_of_a_prompt_is_there(server: AdminServer, engin
     assert (found["blocks"], found["host_blocks"], found["cold_blocks"]) == (6, 4, 0)
     assert (found["hit_tokens"], found["hit_bytes"]) == (64, 4 * BLOCK)
     assert found["recompute_seconds"] is None
+    assert found["saved_seconds"] is None
     assert found["recompute_reason"]
+    assert (found["taken_blocks"], found["saved_tokens"]) == (4, 64)
     # Looking is no use of a prefix.
     assert server.get(f"/v1/prefixes?space={space}")["items"][0]["hits"] == before
+
+
+def test_a_lookup_reckons_by_what_an_engine_reported_of_its_costs(
+    server: AdminServer, engine: Connection
+) -> None:
+    store_prompt(engine, prompt(12, 4), tenant="reckoned")
+    here = engine.space(LAYOUT, tenant="reckoned")
+    asked = {"tokens": prompt(12, 6), "root": ROOT.hex(), "space": here.id.hex()}
+
+    def reckoned(compute: ComputeCost | None, seconds_per_byte: float) -> dict[str, Any]:
+        link = LinkCost(0.0, seconds_per_byte)
+        costs = CostModel(LAYOUT.block_size, LAYOUT.block_bytes, compute, link, link)
+        engine.report(EngineReport(block_bytes=LAYOUT.block_bytes, space=here.id, costs=costs))
+        server.get("/v1/status?newest=true")
+        (found,) = server.ask("POST", "/v1/prefixes/lookup", json=asked).json()["spaces"]
+        return dict(found)
+
+    await_true(lambda: reckoned(None, 0.0)["host_load_seconds"] == 0.0)
+    assert "too few prompts" in reckoned(None, 0.0)["recompute_reason"]
+    compute = ComputeCost(0.0, 1e-3, 0.0)
+    await_true(lambda: reckoned(compute, 0.0)["recompute_seconds"] is not None)
+    found = reckoned(compute, 0.0)
+    assert found["recompute_seconds"] == pytest.approx(4 * LAYOUT.block_size * 1e-3)
+    assert found["recompute_reason"] is None
+    assert found["saved_seconds"] == pytest.approx(found["recompute_seconds"])
+    assert found["taken_blocks"] == 4
+    await_true(lambda: reckoned(compute, 1.0)["taken_blocks"] == 0)
+    found = reckoned(compute, 1.0)
+    assert found["host_load_seconds"] == pytest.approx(4.0 * LAYOUT.block_bytes)
+    assert (found["saved_tokens"], found["saved_seconds"]) == (0, 0)
 
 
 def test_text_is_looked_up_with_a_tokenizer_of_this_machine(server: AdminServer) -> None:

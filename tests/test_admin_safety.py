@@ -130,6 +130,17 @@ def test_probes_and_the_page_are_open_and_nothing_else(server: AdminServer) -> N
         assert server.ask("GET", path, headers=rebound).status_code == 401
 
 
+@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", "/v1/status", "/v1/events", "/nowhere"])
+def test_head_is_answered_as_get_is_without_the_body(path: str, server: AdminServer) -> None:
+    head = server.ask("HEAD", path)
+    with httpx.stream("GET", f"{server.url}{path}", timeout=30) as got:
+        assert (head.status_code, head.content) == (got.status_code, b"")
+        assert head.headers["content-type"] == got.headers["content-type"]
+    assert server.ask("HEAD", path, headers={"Host": "elsewhere"}).status_code == (
+        head.status_code if path in ("/", "/healthz", "/readyz") else 401
+    )
+
+
 @pytest.mark.parametrize(
     "name", ["..%2F..%2Fetc%2Fpasswd", "g" * 32, "A" * 32, HASH[:31], HASH + "0", "%00" * 32, "é" * 32]
 )

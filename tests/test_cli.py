@@ -34,6 +34,15 @@ def test_the_installed_command_tells_its_version() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"kvpager {kvpager.__version__}\n", "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_output_that_cannot_be_written_is_told_in_a_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [str(SCRIPT), "config", "show"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    check_one_line(done.returncode, done.stderr, "kvpager config: the output was not written: ")
+
+
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])

@@ -23,8 +23,8 @@ from kvpager.api.operator_messages import (
     GetStatus,
     Status,
 )
-from kvpager.kvstore import policy as policies
 from kvpager.kvstore.host import HostStore
+from kvpager.tests.installed_policy import install_policy
 from kvpager.tests.raw_client import LAYOUT, RawClient, Running, await_true, names, store
 from kvpager.tests.redis_servers import RedisServer
 from kvpager.tests.serve_process import ServeProcess
@@ -315,18 +315,14 @@ def test_a_redis_that_stalls_is_replaced_by_a_disk_while_clients_work_on(tmp_pat
         server.resume()
 
 
-class Turning(policies.LRUPolicy):
-    """Another policy in name, so that it can be switched to."""
-
-
 def test_a_policy_is_switched_under_a_client_that_works_on(
-    running: Running, operator: RawClient, monkeypatch: pytest.MonkeyPatch
+    running: Running, operator: RawClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(policies.POLICIES, "turning", Turning)
+    install_policy(monkeypatch, tmp_path / "site", "backwards", "kvpager.tests.backwards:Backwards")
     with working(running.path) as work:
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
-            for name in ("turning", "lru"):
+            for name in ("backwards", "lru"):
                 operator.call(Configure({"policy": name}), Configured)
         running.host.check_integrity()
         work.goes_on()

@@ -63,8 +63,9 @@ def test_every_setting_says_the_same_in_all_three_ways(
     file = written(tmp_path, "\n".join(["[serve]", *lines]))
     filed = shown(capsys, "--config", str(file))
     variables = {
+        **{one.name: one.kind.example.strip('"[]') for one in SERVE_SETTINGS},
         "quota": "acme=8G,*=1G",
-        **{one.name: one.kind.example.strip('"[]') for one in SERVE_SETTINGS if one.name != "quota"},
+        "policy_weight": "small_share=0.2",
     }
     for one in SERVE_SETTINGS:
         monkeypatch.setenv(one.variable, variables[one.name])

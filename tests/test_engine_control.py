@@ -190,3 +190,25 @@ def test_an_engine_whose_connection_was_closed_says_that_it_was_the_connection(
             llm.generate(llama.prompts[:1], GREEDY, sessions=["anna"])
     assert "the connection or host store was closed under its engine" in caplog.text
     assert "the cold tier was closed" not in caplog.text
+
+
+def test_a_sidecar_knows_what_an_engine_says_of_its_costs(
+    serving: ServeProcess, operator: Connection, llm: LLM
+) -> None:
+    from kvpager.engine.sampler import SamplingParams
+
+    def told() -> dict[str, Any]:
+        llm.step()
+        (space,) = operator.status()["spaces"]
+        return dict(space["costs"])
+
+    await_true(lambda: bool(told()))
+    one = SamplingParams(max_tokens=1, ignore_eos=True)
+    for start in range(1, 7):
+        llm.generate([[start, *range(2, 2 + 10 * start)]], one)
+    llm.generate([[1, *range(2, 12)]], one)
+    await_true(lambda: told()["compute"] is not None)
+    assert told()["block_size"] == 8
+    counts = llm.store.stats
+    assert counts.saved_tokens > 0
+    await_true(lambda: llm.step() is not None and operator.stats()["engines"]["saved_tokens"] > 0)

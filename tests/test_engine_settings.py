@@ -69,6 +69,8 @@ def wrong(settings: dict[str, tuple[object, ...]]) -> list[Any]:
             "step_tokens": (*NO_INTEGERS, None, 0),
             "load_seconds": NO_SECONDS,
             "cuda_graphs": (None, 1, "yes", [True]),
+            "gate": (None, 1, "yes", [True]),
+            "calibration": (5, "", b"costs.json", ["costs.json"]),
             "tenant": (None, "tenant", 5, ["t"], bytearray(b"t")),
         }
     ),

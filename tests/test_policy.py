@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvpager.kvstore.policy import LRUPolicy, make_policy
+from kvpager.kvstore.host import HostStore
+from kvpager.kvstore.lru_policy import LRUPolicy
+from kvpager.kvstore.policy import make_policy, policy_names
+from kvpager.tests.backwards import Backwards
+from kvpager.tests.installed_policy import install_policy
+from kvpager.tests.raw_client import LAYOUT
 from kvpager.tiers.errors import ConfigError, IntegrityError
 
 
@@ -103,3 +109,25 @@ def test_policies_are_made_by_name_and_an_unknown_one_is_named() -> None:
     assert isinstance(make_policy("lru", 4), LRUPolicy)
     with pytest.raises(ConfigError, match=r"policy: must be one of .*lru.*, got 'mru'"):
         make_policy("mru", 4)
+
+
+def test_a_policy_of_another_distribution_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "backwards" not in policy_names()
+    install_policy(monkeypatch, tmp_path / "one", "backwards", "kvpager.tests.backwards:Backwards")
+    install_policy(monkeypatch, tmp_path / "two", "gone", "kvpager.tests.no_such_module:Backwards")
+    install_policy(monkeypatch, tmp_path / "three", "lru", "kvpager.tests.backwards:Backwards")
+    assert {"backwards", "gone", "lru"} <= set(policy_names())
+    policy = make_policy("backwards", 4)
+    assert isinstance(policy, Backwards)
+    assert isinstance(make_policy("lru", 4), LRUPolicy)
+    with pytest.raises(ConfigError, match=r"policy: 'gone' leads to kvpager.tests.no_such_module:Backwards"):
+        make_policy("gone", 4)
+    with HostStore(1 << 20, policy="backwards") as host:
+        space = host.space(LAYOUT)
+        hashes = [bytes([n]) * 16 for n in range(1, 9)]
+        assert space.put(hashes, np.ones((8, LAYOUT.block_bytes), np.uint8)) == 8
+        space.match(hashes[:3]).release()
+        assert space.evict(2) == 2
+        host.check_integrity()

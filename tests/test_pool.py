@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from kvpager.kvstore.handles import first_generations
 from kvpager.kvstore.lineage import Lineage
-from kvpager.kvstore.policy import LRUPolicy
+from kvpager.kvstore.lru_policy import LRUPolicy
 from kvpager.kvstore.pool import BlockPool
 from kvpager.tiers.arena import SlotAllocator
 from kvpager.tiers.errors import CapacityError, IntegrityError

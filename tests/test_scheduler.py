@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kvpager.engine.sampler import SamplingParams
-from kvpager.engine.scheduler import Scheduler, Step
+from kvpager.engine.scheduler import Scheduler
 from kvpager.engine.sequence import FinishReason, Sequence, SequenceState
+from kvpager.engine.step import Step
+from kvpager.engine.waking import Swap
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.space import HostSpace
 from kvpager.kvstore.store import TieredStore
@@ -47,6 +49,7 @@ class Tiers:
     cold: bool = False
     rows: int = 6
     step_tokens: int = 24
+    swap: Swap = Swap.ATTEND
 
 
 class World:
@@ -66,6 +69,7 @@ class World:
             max_tokens=MAX_TOKENS,
             step_tokens=tiers.step_tokens,
             load_seconds=5.0,
+            swap=tiers.swap,
         )
         self.sequences: list[Sequence] = []
         self.finished: list[Sequence] = []
@@ -90,8 +94,10 @@ class World:
         session: bool = False,
         partial_at: int | None = None,
         stops: bool = True,
+        priority: int = 0,
     ) -> Sequence:
         sequence = self._sequence(np.array(tokens, dtype=np.int32), max_tokens)
+        sequence.priority = priority
         sequence.stop_ids = (STOP,) if stops else ()
         sequence.session = f"s{sequence.id}" if session else None
         sequence.partial_at = partial_at
@@ -305,6 +311,8 @@ SOAKS = {
     "many rows, few blocks": Tiers(device=20, host=128, rows=16, step_tokens=16),
     "many rows, few blocks, no host": Tiers(device=36, host=0, rows=12, step_tokens=16),
     "tiny steps": Tiers(device=14, host=64, cold=True, step_tokens=6),
+    "copies first": Tiers(device=40, host=128, rows=8, swap=Swap.COPY),
+    "computes again": Tiers(device=40, host=0, rows=8, swap=Swap.RECOMPUTE),
 }
 
 
@@ -354,7 +362,7 @@ def test_a_soak_reads_what_was_written_and_everybody_finishes(name: str, make_wo
     world = make_world(SOAKS[name], seed=1)
     soak(world, 250)
     check_soak(world)
-    assert (world.installed > 0) == (world.tiers.host > 0)
+    assert (world.installed > 0) == (world.tiers.host > 0 and world.tiers.swap is Swap.ATTEND)
 
 
 @pytest.mark.full
@@ -466,7 +474,7 @@ def test_a_sleeper_that_lost_its_blocks_wakes_only_where_it_can_be_computed_agai
     world.submit([9] * 8, 100, stops=False)
     for number in range(3):
         world.submit([10 + number] * 8, 44 + 6 * number, stops=False)
-    large = world.submit(list(range(60, 140)), 10, stops=False)
+    large = world.submit(list(range(60, 140)), 30, stops=False, priority=-1)
     world.run()
     # It waits for room for all that it lost: in less it would be put to sleep again before it is through.
     assert large.preemptions == 1

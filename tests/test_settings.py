@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks, hash_partial, space_id
 from kvpager.kvstore.host import HostStore
-from kvpager.kvstore.policy import LRUPolicy, make_policy
+from kvpager.kvstore.lru_policy import LRUPolicy
+from kvpager.kvstore.policy import make_policy
 from kvpager.kvstore.space import HostSpace
 from kvpager.kvstore.store import TieredStore
 from kvpager.kvstore.tables import BlockTable

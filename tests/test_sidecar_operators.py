@@ -50,10 +50,10 @@ from kvpager.api.operator_messages import (
 )
 from kvpager.api.remote_access import RemoteAccess
 from kvpager.kvstore import cold_link
-from kvpager.kvstore import policy as policies
 from kvpager.kvstore.evicting import EvictReport
 from kvpager.kvstore.host import HostStore
-from kvpager.kvstore.policy import Ids
+from kvpager.tests.backwards import Backwards
+from kvpager.tests.installed_policy import install_policy
 from kvpager.tests.raw_client import LAYOUT, RawClient, Running, await_true, counts, names, store
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tests.troubled_disk import TroubledDisk
@@ -62,7 +62,6 @@ from kvpager.tiers.errors import (
     AccessDeniedError,
     ColdTierUnavailableError,
     ConfigError,
-    IntegrityError,
     ServiceUnavailableError,
 )
 
@@ -123,6 +122,7 @@ def test_the_status_says_what_every_slot_is(running: Running, operator: RawClien
         known = running.host.space(LAYOUT, shard="tp0/2", tenant="anna")
         assert one == {
             "id": known.id.hex(),
+            "costs": {},
             "num_layers": 1,
             "num_kv_heads": 1,
             "head_dim": 64,
@@ -166,6 +166,8 @@ def test_the_status_says_which_sidecar_it_is_and_what_is_set(tmp_path: Path) -> 
             "clean_ahead": 0.25,
             "cold_deadline": 5.0,
             "quotas": {"anna": 1 << 20, "*": 2 << 20},
+            "policy_weights": {},
+            "retention_ttl": 600.0,
             "log_level": "warning",
         }
         assert values["clock"]["now"] == 0
@@ -616,50 +618,10 @@ def test_the_log_level_is_that_of_the_package(tmp_path: Path) -> None:
         assert status(operator)["config"]["log_level"] == "debug"
 
 
-class Backwards:
-    """A policy that is not `lru`: what came last goes first, in a plain list."""
-
-    def __init__(self, capacity: int) -> None:
-        self._order: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def insert(self, ids: Ids) -> None:
-        self.remove(ids)
-        # Carried over are the coldest first; here the first of the list goes first.
-        self._order = [*self._order, *ids.tolist()] if not self._order else [*ids.tolist(), *self._order]
-
-    def remove(self, ids: Ids) -> None:
-        gone = set(ids.tolist())
-        self._order = [one for one in self._order if one not in gone]
-
-    def demote(self, ids: Ids) -> int:
-        there = [one for one in ids.tolist() if one in set(self._order)]
-        self.remove(np.array(there, np.int32))
-        self._order = [*there, *self._order]
-        return len(there)
-
-    def coldest(self, count: int) -> Ids:
-        return np.array(self._order[:count], np.int32)
-
-    def evict(self, count: int) -> Ids:
-        gone = self.coldest(count)
-        self.remove(gone)
-        return gone
-
-    def resize(self, capacity: int) -> None:
-        pass
-
-    def check_integrity(self) -> None:
-        if len(set(self._order)) != len(self._order):
-            raise IntegrityError("a block is ranked twice")
-
-
 def test_another_policy_goes_on_with_the_order_of_the_one_before(
-    running: Running, operator: RawClient, monkeypatch: pytest.MonkeyPatch
+    running: Running, operator: RawClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(policies.POLICIES, "backwards", Backwards)
+    install_policy(monkeypatch, tmp_path / "site", "backwards", "kvpager.tests.backwards:Backwards")
     host, spaces = running.host, [operator.open(shard=shard) for shard in ("tp0/2", "tp1/2")]
     rng = np.random.default_rng(5)
     for number, space in enumerate(spaces):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvpager.kvstore import slots as slots_module
-from kvpager.kvstore.policy import make_policy
+from kvpager.kvstore.policy import EvictionPolicy, Losses, make_policy
 from kvpager.kvstore.slot_arrays import SlotArrays, slot_specs
 from kvpager.kvstore.slot_lineage import SlotLineage
 from kvpager.kvstore.slots import Adopted, SlotRecords
@@ -49,6 +49,10 @@ class Mortal(np.ndarray[Any, Any]):
         super().__setitem__(key, value)
 
 
+def lru(losses: Losses) -> EvictionPolicy:
+    return make_policy("lru", 0, losses=losses)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[RecordFile]:
     made = RecordFile.create(str(tmp_path / "records"), ArenaIdentity(1, 2, 3 << 20, 1 << 20))
@@ -61,7 +65,7 @@ def arrays_of(section: Section) -> SlotArrays:
 
 
 def records_of(arrays: SlotArrays) -> SlotRecords:
-    return SlotRecords(PER_EXTENT, EXTENTS, make_policy("lru", 0), arrays)
+    return SlotRecords(PER_EXTENT, EXTENTS, lru, arrays)
 
 
 def new_section(file: RecordFile) -> Section:
@@ -374,7 +378,7 @@ def test_records_that_contradict_each_other_are_not_believed(
 
 def test_records_that_go_with_their_process_have_nothing_to_adopt() -> None:
     with pytest.raises(ConfigError, match="go with their process"):
-        SlotRecords(PER_EXTENT, EXTENTS, make_policy("lru", 0)).adopt()
+        SlotRecords(PER_EXTENT, EXTENTS, lru).adopt()
 
 
 def test_what_was_purged_and_is_held_stays_unfound_over_a_kill(file: RecordFile) -> None:

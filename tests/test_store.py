@@ -641,7 +641,7 @@ def test_blocks_on_their_way_below_are_waited_for_where_they_are_all_there_is() 
         one.mover.held = True
         sleeping = one.store.sleep(row)
         assert one.store.available_blocks == 4
-        assert one.store.cached_blocks(sleeping) == 3
+        assert one.store.cached_blocks(sleeping) == 4
         row = one.store.open(PROMPT + 50).row
         one.store.reserve(np.array([row]), 14)
         one.check()

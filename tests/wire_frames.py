@@ -15,6 +15,7 @@ import numpy as np
 from kvpager.api import messages, operator_messages
 from kvpager.api.messages import Message
 from kvpager.api.wire import Failure, Frame, Notice, Reply, Request, encode
+from kvpager.kvstore.cost import ComputeCost, CostModel, LinkCost
 from kvpager.tiers import errors
 from kvpager.tiers.errors import KVPagerError
 
@@ -75,7 +76,7 @@ def frames() -> dict[str, Frame]:
         "space opened": Reply(128, m.SpaceOpened(0, _hash(64), 128)),
         "match": Request(2**31, m.Match(0, hashes, 0.0)),
         "match nothing": Request(2**32, m.Match(0, (), 0.5)),
-        "leased": Reply(2**31, m.Leased(slots, generations, 4, loaded=1)),
+        "leased": Reply(2**31, m.Leased(slots, generations, 4, loaded=1, seconds=0.5)),
         "load": Request(2**63 - 1, m.Load(3, hashes, 0.25)),
         "lease slots": Request(5, m.LeaseSlots(0, slots, generations)),
         "marks": Reply(5, m.Marks(np.array([True, False, True]))),
@@ -100,7 +101,20 @@ def frames() -> dict[str, Frame]:
         "flush": Request(19, m.Flush(30.0)),
         "pin for a while": Request(23, m.Pin(0, hashes, 60.0)),
         "hint": Request(24, m.Hint(0, hashes, True)),
-        "report": Request(25, m.Report({"chat 1": "decoding"}, 1 << 21, 1000, 700, 1.5e9, 0.0)),
+        "report": Request(
+            25,
+            m.Report(
+                {"chat 1": "decoding"},
+                1 << 21,
+                1000,
+                700,
+                1.5e9,
+                0.0,
+                _hash(9),
+                _costs(),
+                {"saved_tokens": 640},
+            ),
+        ),
         "get clients": Request(26, m.GetClients()),
         "clients": Reply(26, m.Clients({"0": {"name": "engine 0 (pid 4242)", "leased": 12}})),
         "command": Request(27, m.Command("promote", "chat 1", hashes, 5.0)),
@@ -137,6 +151,12 @@ def frames() -> dict[str, Frame]:
     return made
 
 
+def _costs() -> dict[str, Any]:
+    """What an engine tells of its costs, of which it does not know all."""
+    compute, link = ComputeCost(0.002, 2e-5, 1e-9, 512), LinkCost(1e-5, 2e-11)
+    return CostModel(16, 1 << 21, compute, link, link).as_map()
+
+
 def _shown(value: Any) -> Any:
     if isinstance(value, bytes):
         return {"hex": value.hex()}
@@ -144,6 +164,8 @@ def _shown(value: Any) -> Any:
         return value.astype(int).tolist()
     if isinstance(value, tuple):
         return [_shown(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _shown(one) for name, one in value.items()}
     return value
 
 

@@ -56,6 +56,7 @@ class _Collector(Collector):
         self._sidecar: Mapping[str, Any] = facts.stats["sidecar"]
         self._arena: Mapping[str, int] = facts.stats["arena"]
         self._tenants: Mapping[str, Mapping[str, int]] = facts.stats["tenants"]
+        self._engines: Mapping[str, int] = facts.stats["engines"]
         self._clients: Sequence[Mapping[str, Any]] = list(facts.clients.values())
         self._latency: Mapping[str, Mapping[str, Any]] = facts.stats["latency"]
         self._occupancy = occupancy
@@ -64,6 +65,7 @@ class _Collector(Collector):
         yield from self._process()
         yield from self._took()
         yield from self._found()
+        yield from self._spared()
         yield from self._moved()
         yield from self._left()
         yield from self._held()
@@ -137,6 +139,28 @@ class _Collector(Collector):
             "Tokens of blocks that were found, which nobody computed again; each shard counts.",
             [],
             [([], host["matched_tokens"])],
+        )
+
+    def _spared(self) -> Iterator[Metric]:
+        engines = self._engines
+        yield _counter(
+            "prompt_tokens_saved",
+            "Tokens of prompts that engines found in any tier and did not compute.",
+            [],
+            [([], engines["saved_tokens"])],
+        )
+        yield _counter(
+            "prompt_seconds_saved",
+            "Time that computing these would have taken, as engines reckon it.",
+            [],
+            [([], engines["saved_milliseconds"] / 1e3)],
+        )
+        yield _counter(
+            "gated_tokens",
+            "Tokens that engines computed though the cold tier might have had them: loading them would have "
+            "taken longer, or turned out to.",
+            ["reason"],
+            [(["slower"], engines["gated_tokens"]), (["late"], engines["given_up_tokens"])],
         )
 
     def _moved(self) -> Iterator[Metric]:

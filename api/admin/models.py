@@ -12,7 +12,8 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from ...kvstore.policy import POLICIES
+from ...kvstore.policy import policy_names
+from ...tiers.settings import MOST_SECONDS
 
 __all__ = [
     "MOST_CELLS",
@@ -88,7 +89,7 @@ _MOST_COUNT: Final = 1 << 53
 _MOST_WAIT: Final = 60.0
 """What a request of the sidecar waits at most."""
 _MOST_DEADLINE: Final = 600.0
-_POLICY: Final = next(iter(POLICIES))
+_POLICY: Final = "lru"
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ Share = Annotated[float, Field(ge=0, le=1, description="a share, from 0 to 1")]
 Wait = Annotated[float, Field(gt=0, le=_MOST_WAIT, description="seconds that it may take", examples=[30.0])]
 TenantName = Annotated[str, StringConstraints(max_length=256), Field(examples=["acme"])]
 PolicyName = Annotated[
-    str, StringConstraints(pattern=f"^({'|'.join(sorted(POLICIES))})$"), Field(examples=[_POLICY])
+    str, StringConstraints(pattern=f"^({'|'.join(policy_names())})$"), Field(examples=[_POLICY])
 ]
 Reason = Annotated[str, Field(description="why, in words", examples=["the cold tier does not answer"])]
 
@@ -504,8 +505,20 @@ class LookupSpace(_Answer):
     load_seconds: Seconds | None = Field(
         description="that bringing up what is in the cold tier would take, as fast as it was so far"
     )
+    host_load_seconds: Seconds | None = Field(
+        description="that an engine would take over reading what is in host memory; null: no engine told"
+    )
     recompute_seconds: Seconds | None = Field(description="that computing what is there would take")
-    recompute_reason: Reason | None = Field(description="why that is not known")
+    recompute_reason: Reason | None = Field(
+        description="why that is not known; then all that is there is taken"
+    )
+    taken_blocks: Blocks = Field(
+        description="leading blocks that an engine would take, so that its first token comes soonest"
+    )
+    saved_tokens: Tokens = Field(description="tokens of these, which are not computed")
+    saved_seconds: Seconds | None = Field(
+        description="sooner that the first token comes than without them; null where computing is not known"
+    )
 
 
 class Lookup(_Answer):
@@ -663,7 +676,7 @@ class Policy(_Answer):
     """How blocks are ranked for eviction."""
 
     policy: str = Field(examples=[_POLICY])
-    policies: list[str] = Field(description="those that there are", examples=[sorted(POLICIES)])
+    policies: list[str] = Field(description="those that there are", examples=[policy_names()])
 
 
 class PolicyChange(_Body):
@@ -688,6 +701,14 @@ class Config(_Answer):
         description="bytes that the blocks of each tenant may take; *: of each that is not named",
         examples=[{"acme": 8_589_934_592}],
     )
+    policy_weights: dict[str, float] = Field(
+        description="those of the policy's weights that are other than its own, by name", examples=[{}]
+    )
+    retention_ttl: float = Field(
+        gt=0,
+        description="seconds that advice on how long to keep blocks holds, where it does not say that",
+        examples=[600.0],
+    )
     log_level: str = Field(examples=["warning"])
 
 
@@ -702,6 +723,13 @@ class ConfigChange(_Body):
     quotas: dict[TenantName, Annotated[int, Field(gt=0, le=_MOST_COUNT)]] | None = Field(
         None, max_length=4096, description="all of them: a tenant that is not named has none"
     )
+    policy_weights: dict[str, Annotated[float, Field(ge=0, strict=True)]] | None = Field(
+        None,
+        max_length=64,
+        description="all of them: a weight that is not named is the policy's own; none where the policy "
+        "changes and nothing is said",
+    )
+    retention_ttl: float | None = Field(None, gt=0, le=MOST_SECONDS, strict=True, description="seconds")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
 
 

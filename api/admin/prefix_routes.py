@@ -38,6 +38,7 @@ from .models import (
     WarmRequest,
 )
 from .problems import documented
+from .reckoning import reckoning
 from .tokenizing import tokens_of
 from .watch import Facts
 
@@ -137,7 +138,7 @@ async def prefix(
 
 @router.post("/prefixes/lookup", responses=documented(404, 409, 413, 422, 503))
 async def lookup(prompt: LookupTokens | LookupText, admin: AdminHere) -> Lookup:
-    """How much of a prompt is there, in which tier, and what taking it costs."""
+    """How much of a prompt is there, in which tier, what taking it costs, and what an engine would take."""
     tokens = (
         prompt.tokens
         if isinstance(prompt, LookupTokens)
@@ -147,6 +148,7 @@ async def lookup(prompt: LookupTokens | LookupText, admin: AdminHere) -> Lookup:
     trees = {tree.space.id: tree for tree in (await admin.watch.trees()).value}
     cold = facts.stats.get("cold")
     rate = cold["get_bytes"] / cold["get_seconds"] if cold and cold["get_seconds"] > 0 else None
+    costs = {one["id"]: one["costs"] for one in facts.status["spaces"]}
     found: list[LookupSpace] = []
     for space in await admin.spaces(prompt.space):
         layout = space.layout
@@ -169,11 +171,15 @@ async def lookup(prompt: LookupTokens | LookupText, admin: AdminHere) -> Lookup:
                 cold_blocks=below,
                 hit_tokens=blocks * layout.block_size,
                 hit_bytes=blocks * layout.block_bytes,
-                load_seconds=(
-                    0.0 if not below else None if rate is None else below * layout.block_bytes / rate
+                **reckoning(
+                    costs.get(space.id.hex(), {}),
+                    rate,
+                    block_bytes=layout.block_bytes,
+                    block_size=layout.block_size,
+                    host=host,
+                    cold=below or 0,
+                    tokens=len(tokens),
                 ),
-                recompute_seconds=None,
-                recompute_reason="no engine has said how long its model takes to compute a prompt",
             )
         )
     return Lookup(tokens=len(tokens), spaces=found)

@@ -117,6 +117,9 @@ class Safety:
         if refused is not None:
             await refused(scope, receive, guarded)
             return
+        if scope["method"] == "HEAD":
+            # What would be got, without its body (RFC 9110, 9.3.2): probes ask so.
+            scope, guarded = {**scope, "method": "GET"}, _with_no_body(guarded)
         await self._app(scope, _bounded(receive, self._bounds.body_bytes), guarded)
 
     def _refused(self, scope: Scope, headers: Headers, who: str) -> ASGIApp | None:
@@ -210,6 +213,21 @@ def _with_headers(send: Send) -> Send:
         await send(message)
 
     return guarded
+
+
+def _with_no_body(send: Send) -> Send:
+    """The same, ended where a body would begin: one of events would have no end."""
+    ended = False
+
+    async def headers_alone(message: Message) -> None:
+        nonlocal ended
+        if message["type"] == "http.response.start":
+            await send(message)
+        elif not ended:
+            ended = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return headers_alone
 
 
 def role_of(request: Request) -> Role | None:

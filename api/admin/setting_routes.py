@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Header, Response
 from starlette.exceptions import HTTPException
 
-from ...kvstore.policy import POLICIES
+from ...kvstore.policy import policy_names
 from .context import Admin, AdminHere
 from .models import (
     ColdAttach,
@@ -39,7 +39,7 @@ _IfNoneMatch = Annotated[str | None, Header(description="an ETag: 304 where the 
 @router.get("/policy", responses=documented(503))
 async def policy(admin: AdminHere) -> Policy:
     """How blocks are ranked for eviction."""
-    return Policy(policy=(await _config(admin)).policy, policies=sorted(POLICIES))
+    return Policy(policy=(await _config(admin)).policy, policies=policy_names())
 
 
 @router.get(

@@ -1,0 +1,169 @@
+"""How soon blocks that were used in some way are used again, learned while serving, and what a place is worth.
+
+Each use of a stretch of blocks is of a *kind*: a small number for what could be seen of it (how many turns its
+conversation had, how long these took, and so on). Of every kind the share that is used again within some time
+is estimated as survival is in medicine (Kaplan and Meier, 1958): of those that were seen for so long and were
+not used yet, how many were used in the next moment. So what was evicted counts as what stays: it is only to be
+seen when it is asked for again.
+
+From that comes the worth of a place that a block of some kind and age has: uses to be expected until some
+later age, over the time that the place is taken until then, for the age at which this is most. That is the
+index of Gittins (1979) for a job that may be dropped at any time; "LHD: improving cache hit rate by maximizing
+hit density" (Beckmann, Chen and Cidon, NSDI 2018) ranks by the same ratio without the choice of the age. It
+rises while people usually think, and falls when who was to come back should have been there.
+
+What is seldom seen is told by what is like it: kinds are grouped, coarser and coarser, and a group speaks for
+its kinds as if it were a few observations of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ReturnTimes"]
+
+_Floats = npt.NDArray[np.float64]
+_Kinds = npt.NDArray[np.intp]
+
+_BINS: Final = 44
+"""Of ages; each is a third wider than the one before: from half a second to ten days."""
+_FIRST: Final = 0.5
+_STEP: Final = 2**0.4
+_EDGES: Final = np.concatenate([[0.0], _FIRST * _STEP ** np.arange(_BINS - 1)])
+_WIDTHS: Final = np.diff(np.append(_EDGES, _EDGES[-1] * _STEP))
+_KEPT: Final = 1 << 15
+"""Observations of each sort that are kept: what was before is forgotten."""
+_SPAN: Final = 3600.0
+"""Seconds that they are to reach back: where more come in, fewer of them are kept."""
+_FIRST_FIT: Final = 64
+_FIT_SHARE: Final = 4
+_MOST_BETWEEN: Final = 1024
+"""Observations after which all is reckoned anew: a quarter of what there are, within these bounds."""
+
+
+def _bins(ages: _Floats) -> npt.NDArray[np.intp]:
+    """The bin of each age."""
+    return np.searchsorted(_EDGES, ages, side="right") - 1
+
+
+class _Ring:
+    """The latest rows of a table of floats."""
+
+    def __init__(self, columns: int) -> None:
+        self._rows = np.empty((columns, _KEPT))
+        self.count = 0
+
+    def add(self, *columns: _Floats | _Kinds | float) -> None:
+        """Rows are as long as the last column."""
+        number = len(columns[-1])  # type: ignore[arg-type]
+        at = np.arange(self.count, self.count + number) % _KEPT
+        for row, column in zip(self._rows, columns, strict=True):
+            row[at] = column
+        self.count += number
+
+    def rows(self) -> npt.NDArray[np.float64]:
+        return self._rows[:, : min(self.count, _KEPT)]
+
+
+class ReturnTimes:
+    """What was seen of uses and returns, and what a place is worth by kind and age.
+
+    Args:
+        groups: of each level, the coarsest first, intp [kinds]: the group that each kind is of. The last
+            level is the kinds themselves.
+        prior: how many observations of a kind its group stands for.
+        lindy: of what nothing was seen, the chance to be used again within the next doubling of its age:
+            whatever was not used for long will not be for as long again.
+    """
+
+    def __init__(self, groups: Sequence[_Kinds], prior: float, lindy: float) -> None:
+        self._groups = groups
+        self._kinds = len(groups[-1])
+        self._prior = prior
+        self._unseen = 1.0 - np.exp2(-lindy * np.log2(1.0 + _WIDTHS / (_EDGES + _FIRST)))
+        self._used = _Ring(3)
+        self._returned = _Ring(4)
+        self._thinned = 0
+        """The share of uses that are noted is 2 to minus this."""
+        self._thin_next = _KEPT
+        self._turned_at: float | None = None
+        self._fit_next = _FIRST_FIT
+        self.worth = np.empty((self._kinds, _BINS))
+        self._reckon(np.tile(self._unseen, (self._kinds, 1)))
+
+    def noted(self, serial: int) -> bool:
+        """Whether the use of this number is one that is noted: its return is to be told, too."""
+        return serial * 0x9E3779B1 % (1 << 32) >> (32 - self._thinned) == 0
+
+    def used(self, now: float, kinds: _Kinds, weights: _Floats) -> None:
+        """Uses of these kinds that are noted; the worth of places is reckoned anew when it is time."""
+        if self._turned_at is None:
+            self._turned_at = now
+        self._used.add(now, kinds, weights)
+        if self._used.count >= self._thin_next:
+            if now - self._turned_at < _SPAN and self._thinned < 24:
+                self._thinned += 1
+            self._turned_at = now
+            self._thin_next += _KEPT
+        if self._used.count >= self._fit_next:
+            self.fit(now)
+            more = self._used.count // _FIT_SHARE
+            self._fit_next = self._used.count + max(_FIRST_FIT, min(_MOST_BETWEEN, more))
+
+    def returned(self, now: float, since: _Floats, kinds: _Kinds, weights: _Floats) -> None:
+        """What was used in these ways then, and noted, is used again."""
+        self._returned.add(since, now - since, kinds, weights)
+
+    def index(self, kinds: _Kinds, ages: _Floats) -> _Floats:
+        """Uses per second of a place: what blocks of these kinds and ages are worth."""
+        bins = _bins(ages)
+        worth = self.worth[kinds, bins]
+        part = np.minimum((ages - _EDGES[bins]) / _WIDTHS[bins], 1.0)
+        return worth + part * (self.worth[kinds, np.minimum(bins + 1, _BINS - 1)] - worth)
+
+    def fit(self, now: float) -> None:
+        """Reckon the worth of places from what was seen."""
+        kinds, width = self._kinds, _BINS + 1
+        times, kind, weight = self._used.rows()
+        # Each was followed through the bins before the one that it is in now.
+        seen = np.bincount(kind.astype(np.intp) * width + _bins(now - times), weight, kinds * width)
+        at_risk = np.cumsum(seen.reshape(kinds, width)[:, ::-1], axis=1)[:, ::-1][:, 1:]
+        since, age, kind, weight = self._returned.rows()
+        if len(times):
+            still = since >= times.min()
+            since, age, kind, weight = since[still], age[still], kind[still], weight[still]
+        which, after, until = kind.astype(np.intp), _bins(age), _bins(now - since)
+        # Who returned is at risk no more, in the bins from then on in which he would be followed.
+        begin = np.minimum(after + 1, until)
+        gone = np.bincount(which * width + begin, weight, kinds * width) - np.bincount(
+            which * width + until, weight, kinds * width
+        )
+        at_risk = np.maximum(at_risk - np.cumsum(gone.reshape(kinds, width), axis=1)[:, :_BINS], 0.0)
+        whole = after < until
+        events = np.bincount((which * _BINS + after)[whole], weight[whole], kinds * _BINS)
+        events = events.reshape(kinds, _BINS)
+        chance = np.tile(self._unseen, (kinds, 1))
+        for group in self._groups:
+            number = int(group.max()) + 1
+            sums = np.zeros((3, number, _BINS))
+            for total, of_kind in zip(sums, (events, at_risk, chance), strict=True):
+                np.add.at(total, group, of_kind)
+            told = sums[2] / np.bincount(group, minlength=number)[:, None]
+            chance = ((sums[0] + self._prior * told) / (sums[1] + self._prior))[group]
+        self._reckon(np.clip(chance, 1e-9, 0.9))
+
+    def _reckon(self, chance: _Floats) -> None:
+        """`worth` from the chance of a return within each bin, [kinds, bins], of who got to it."""
+        none = np.zeros((len(chance), 1))
+        left = np.cumprod(1.0 - chance, axis=1)
+        left = np.concatenate([none + 1.0, left[:, :-1]], axis=1)
+        taken = np.concatenate([none, np.cumsum(left * _WIDTHS * (1.0 - chance / 2), axis=1)], axis=1)
+        uses = np.concatenate([none, np.cumsum(left * chance, axis=1)], axis=1)
+        for start in range(_BINS):
+            later = slice(start + 1, None)
+            ratio = (uses[:, later] - uses[:, start, None]) / (taken[:, later] - taken[:, start, None])
+            self.worth[:, start] = ratio.max(axis=1)
