@@ -36,12 +36,13 @@ from kvpager.engine.judge import compare
 from kvpager.engine.loader import LoadedModel
 from kvpager.engine.sequence import FinishReason
 from kvpager.engine.sequence import Sequence as Request
+from kvpager.engine.waking import Swap
 from kvpager.kvstore.hashing import hash_blocks, hash_partial
 from kvpager.kvstore.host import HostStore
 
 __all__ = ["MODES", "QUICK", "SCENES", "Scene", "Window", "engine", "fill", "greedy", "measure", "rehearse"]
 
-MODES: Final = ("recompute", "copy", "attend")
+MODES: Final = tuple(map(str, (Swap.RECOMPUTE, Swap.COPY, Swap.ATTEND)))
 SHARES: Final = (0.5, 1.0, 1.2, 1.5, 2.0)
 STEP_TOKENS: Final = 2048
 _FILL_TOKENS: Final = 8192
@@ -117,7 +118,7 @@ def _chats(sessions: int, vocabulary: int) -> ChatWorkload:
 
 
 _REHEARSAL: Final = Window(0.0, 2.0, 20)
-_GPU_WINDOW: Final = Window(4.0, 5.0)
+_GPU_WINDOW: Final = Window(6.0, 6.0)
 _GPU_RECOMPUTE: Final = Window(10.0, 8.0)
 
 SCENES: Final = {
@@ -161,13 +162,13 @@ def engine(
     loaded: LoadedModel, mode: str, host: HostStore, *, device_blocks: int, block_size: int, **settings: Any
 ) -> Iterator[LLM]:
     """An engine that makes room in VRAM by one of `MODES`; its host memory is not closed with it."""
-    place: dict[str, Any] = {"host_bytes": 0} if mode == "recompute" else {"host": host}
     with LLM(
         loaded,
         block_size=block_size,
         device_blocks=device_blocks,
         step_tokens=STEP_TOKENS,
-        **place,
+        swap=mode,
+        host=None if mode == "recompute" else host,
         **settings,
     ) as llm:
         yield llm

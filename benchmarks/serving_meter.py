@@ -92,11 +92,9 @@ class Meter:
         self._first: list[npt.NDArray[np.float64]] = []
         self._gaps: list[npt.NDArray[np.float64]] = []
         self._gap_ids: list[npt.NDArray[np.int64]] = []
-        self._in_place = 0
         self._steps = 0
         self._uses: list[VramUse] = []
-        stats = self._llm.store.stats
-        self._copied = stats.promoted, stats.written_back
+        self._crossed = self._crossed_so_far()
         self._preemptions = self._llm.scheduler.preemptions
         self.tokens = 0
         """Tokens of answers in this window."""
@@ -133,7 +131,6 @@ class Meter:
         self._first.append(waited[first])
         self._gaps.append(waited[~first])
         self._gap_ids.append(ids[~first])
-        self._in_place += far_blocks(self._llm.store)
         self._steps += 1
         if self._steps % _WASTE_EVERY == 1:
             self._uses.append(vram_use(self._llm.store, self._tails))
@@ -151,8 +148,17 @@ class Meter:
 
     def traffic(self) -> Traffic:
         """What crossed PCIe."""
-        stats = self._llm.store.stats
-        return Traffic(stats.promoted - self._copied[0], self._in_place, stats.written_back - self._copied[1])
+        begun, now = self._crossed, self._crossed_so_far()
+        return Traffic(
+            now.copied_up - begun.copied_up,
+            now.read_in_place - begun.read_in_place,
+            now.copied_down - begun.copied_down,
+        )
+
+    def _crossed_so_far(self) -> Traffic:
+        """What crossed since the engine was made."""
+        store, steps = self._llm.store.stats, self._llm.scheduler.stats
+        return Traffic(store.promoted, steps.read_in_place - steps.installed, store.written_back)
 
     def summary(self) -> dict[str, Any]:
         """All of it, for JSON; times in seconds."""

@@ -89,7 +89,7 @@ class SessionCalls:
             return self._info(name, self._running(name))
 
     def sleep(self, name: str) -> None:
-        """Have its request give up its VRAM and stay asleep until `wake`. Between requests nothing is held."""
+        """Have its request give up its VRAM and sleep until `wake`. Between requests nothing is held."""
         with self._driving("a session is put to sleep"):
             running = self._running(name)
             if running is not None:
