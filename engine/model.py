@@ -95,6 +95,8 @@ class ForwardBatch:
             copied to as they are read; None where no word is.
         prefill_install: the same, shape of `prefill_table`.
         prefill_far: False where no word of `prefill_table` is of a block in host memory.
+        decode_alone: whether no two tokens that decode are of one sequence. Where some are, each is in its
+            own row of `decode_table`, with the length that ends at it.
     """
 
     tokens: torch.Tensor
@@ -111,6 +113,7 @@ class ForwardBatch:
     decode_install: torch.Tensor | None = None
     prefill_install: torch.Tensor | None = None
     prefill_far: bool = True
+    decode_alone: bool = True
 
 
 @dataclass(frozen=True)
@@ -317,7 +320,7 @@ class CausalLM(nn.Module):
         factor = self.config.rope_factor
         decode = prefill = None
         if batch.num_decode:
-            decode = decode_plan(batch.decode_table, batch.decode_lens, layout)
+            decode = decode_plan(batch.decode_table, batch.decode_lens, layout, early=batch.decode_alone)
         if batch.num_decode < batch.tokens.shape[0]:
             prefill = prefill_plan(
                 batch.cu_seqlens_q, batch.prefill_table, batch.prefill_lens, layout, far=batch.prefill_far
