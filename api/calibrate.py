@@ -105,12 +105,10 @@ def calibration_lines(calibration: Calibration) -> Iterator[str]:
         yield f"{words:<58} {link.seconds_per_call * 1e6:8.1f} us + {_rate(link)}"
     for name, costs in calibration.devices.items():
         for model in costs.models.values():
-            cost = model.compute
-            token, pair = cost.seconds_per_token * 1e6, cost.seconds_per_token_pair * 1e9
-            yield (
-                f"{f'{name}: prefill with {model.name}':<58} {cost.seconds_per_step * 1e6:8.1f} us a step + "
-                f"{token:.2f} us a token + {pair:.2f} ns a pair"
-            )
+            compute = model.compute
+            token, pair = compute.seconds_per_token * 1e6, compute.seconds_per_token_pair * 1e9
+            step, words = compute.seconds_per_step * 1e6, f"{name}: prefill with {model.name}"
+            yield f"{words:<58} {step:8.1f} us a step + {token:.2f} us a token + {pair:.2f} ns a pair"
 
 
 def _rate(link: LinkCost) -> str:

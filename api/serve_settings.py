@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ..kvstore.policy import DEFAULT_POLICY
 from ..tiers.settings import MOST_SECONDS
 from .admin.address import DEFAULT_ADDRESS
 from .config_file import CONFIG_VARIABLE, config_path, read_config
@@ -84,9 +85,10 @@ SERVE_SETTINGS: Final = (
     ),
     Setting(
         "--policy",
-        text("lru"),
-        "which blocks go first where there is no room: one of `kvpager policy`'s (default: lru)",
-        default="lru",
+        text(DEFAULT_POLICY),
+        "which blocks go first where there is no room: one of `kvpager policy`'s "
+        f"(default: {DEFAULT_POLICY})",
+        default=DEFAULT_POLICY,
         metavar="NAME",
     ),
     Setting(

@@ -113,7 +113,7 @@ class GatedLoad:
 
     def release(self) -> None:
         """Let go of what has arrived."""
-        self.measure()
+        _is_over(self.measure)
         self._load.stop()
         self._load.release()
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..kvstore.calls import ControlCalls, HostCalls
 from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
-from ..kvstore.policy import MOST_PRIORITY, policy_names
+from ..kvstore.policy import DEFAULT_POLICY, MOST_PRIORITY, policy_names
 from ..kvstore.store import TieredStore
 from ..tiers.cold import ColdTier, expect_cold_tier, is_open
 from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
@@ -136,7 +136,7 @@ class LLM:
         host_bytes: int | None = None,
         cold: ColdTier | None = None,
         host: HostCalls | None = None,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         max_sequences: int = 64,
         max_tokens: int | None = None,
         step_tokens: int = 512,

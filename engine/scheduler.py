@@ -3,9 +3,8 @@
 Continuous batching with chunked prefill (Yu et al., Orca, OSDI'22; Agrawal et al., Sarathi-Serve, OSDI'24):
 every decoding sequence gets one token a step, and what is left of the step's token budget goes to
 chunks of prompts, oldest first. When the device tier is full the sequence whose sleep costs least goes to
-host memory (`preemption`). Who waits, asleep or new, stands in one order (`line`), and comes in when there is
-room for all of it: read where it lies, or copied up first, as the step's budget allows (`waking`). Where
-there is none, those that had their stretch make some (`turns`).
+host memory (`preemption`). Who waits, asleep or new, comes in when there is room for all of it (`entrance`).
+Where there is none, those that had their stretch make some (`turns`).
 """
 
 from __future__ import annotations
@@ -13,61 +12,32 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..kvstore.calls import LoadCalls
-from ..kvstore.stats import Counters
-from ..kvstore.store import Install, NamedPrompt, Opened, TieredStore
+from ..kvstore.store import TieredStore
 from ..tiers.errors import CapacityError, RequestError
-from .gate import LoadGate
-from .line import Line
+from .entrance import Entrance
 from .pace import Pace
-from .preemption import LEAST_STEPS, Candidates, cheapest_sleep
+from .preemption import Candidates, cheapest_sleep
 from .running import RunningSequences
-from .sequence import CachedTokens, FinishReason, Sequence, SequenceState
-from .step import Chunk, Rows, Step
+from .scheduler_stats import SchedulerStats
+from .sequence import FinishReason, Sequence, SequenceState
+from .step import Chunk, Step
 from .turns import Turns
-from .waking import HostBudget, Swap
+from .waking import Swap
 
-__all__ = ["Scheduler", "SchedulerStats"]
+__all__ = ["Scheduler"]
 
 _log = logging.getLogger(__name__)
 
-# How many waiting sequences are looked at in a step: the first of them may wait for their blocks.
-_LOOK_AHEAD: Final = 8
 # How long a sequence that cannot go on waits for room in host memory that may come: a write to the cold tier
 # may take less.
 _ROOM_SECONDS: Final = 10.0
 # Times an undisturbed step, from which on it is reading in place that a step takes its time for.
 _LONG: Final = 4.0
-# What one copy brings up, so that a long sequence can join the steps before the last of it is there.
-_PIECE_BYTES: Final = 64 << 20
-
-
-@dataclass
-class SchedulerStats(Counters):
-    """What a `Scheduler` did since it was made."""
-
-    steps: int = 0
-    preemptions: int = 0
-    """Sequences that were put to sleep to make room, turns counted."""
-    turns: int = 0
-    """Of these, whose stretch was over while others waited."""
-    attended: int = 0
-    """Sequences that came back and read in place at once what was not in the device tier."""
-    copied_first: int = 0
-    """Sequences that came back when their blocks had been copied up."""
-    read_in_place: int = 0
-    """Blocks that steps read in host memory; one that they read in every step counts each time."""
-    installed: int = 0
-    """Of these, blocks that stayed in the device tier then."""
-    copied: int = 0
-    """Blocks that the copy engine brought up."""
 
 
 class Scheduler:
@@ -99,7 +69,6 @@ class Scheduler:
         self.store = store
         self.max_tokens = max_tokens
         self.step_tokens = step_tokens
-        self.load_seconds = load_seconds
         self.swap = swap
         self.stats = SchedulerStats()
         self.pace = Pace(clock)
@@ -110,29 +79,24 @@ class Scheduler:
         """int64 [rows]: how many of them are known."""
         self.owners = self._running.owners
         """int64 [rows]: ids of the sequences that have them; of the last one where none has."""
-        self._waiting = Line()
-        self._asleep = Line()
         self._held: dict[int, Sequence] = {}
         """By id. Asleep until they are told to go on, whether there is room or not."""
-        self._budget = HostBudget(swap, store, self._running, self.pace)
         self._turns = Turns(store.costs, self.pace)
-        self._came_far: set[int] = set()
-        """Rows that were attached to far blocks, and have not been in a step since."""
-        self._room_came = True
-        """Whether trying to admit or to wake may have another outcome than last time."""
-        self._blocked: tuple[Sequence, int] | None = None
-        """Who is next and had no room, and how many blocks there are to be available for it."""
         self._given_up: list[Sequence] = []
-        self._least_blocks = -(-LEAST_STEPS // store.layout.block_size)
-        """Blocks that a sequence may want in the steps that it is to have before it sleeps again."""
-        self._piece = max(1, _PIECE_BYTES // store.layout.block_bytes)
-        self._copied = 0
-        """Blocks that began to come up since the last step."""
-        self._gate = LoadGate(store, closed=gate)
+        self._entrance = Entrance(
+            store,
+            self._running,
+            self.stats,
+            self.pace,
+            swap=swap,
+            load_seconds=load_seconds,
+            gate=gate,
+            give_up=self._give_up,
+        )
 
     def __len__(self) -> int:
         """Sequences that are not finished."""
-        return len(self._waiting) + len(self._asleep) + len(self._held) + self.num_running
+        return len(self._entrance.waiting) + len(self._entrance.asleep) + len(self._held) + self.num_running
 
     @property
     def num_running(self) -> int:
@@ -142,12 +106,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that never had a row."""
-        return len(self._waiting)
+        return len(self._entrance.waiting)
 
     @property
     def num_asleep(self) -> int:
         """Sequences that were put to sleep to make room."""
-        return len(self._asleep)
+        return len(self._entrance.asleep)
 
     @property
     def preemptions(self) -> int:
@@ -158,7 +122,7 @@ class Scheduler:
     def unfinished(self) -> list[Sequence]:
         """The sequences that are not finished, in the order of arrival."""
         return sorted(
-            [*self._waiting, *self._asleep, *self._held.values(), *self._running.sequences],
+            [*self._entrance.waiting, *self._entrance.asleep, *self._held.values(), *self._running.sequences],
             key=lambda sequence: sequence.id,
         )
 
@@ -166,15 +130,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        if sequence.lookup is None:
-            self._name(sequence)
-        self._waiting.add(sequence, sequence.arrived_at)
-        self._room_came = True
-
-    def _name(self, sequence: Sequence) -> None:
-        sequence.prompt = self.store.name_prompt(
-            sequence.tokens, root=sequence.root, partial_at=sequence.partial_at
-        )
+        self._entrance.add(sequence)
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Let `twin` go on from where a decoding sequence stands, on the same blocks.
@@ -188,8 +144,8 @@ class Scheduler:
         twin.tokens = self.tokens_of(sequence).copy()
         row = self.store.fork(sequence.row)
         twin.scheduled_at = twin.first_token_at = time.monotonic()
-        self._enter(twin, row)
-        self._start(twin, row)
+        self._entrance.enter(twin, row)
+        self._entrance.start(twin, row)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence wherever it stands. A session's KV sleeps; another's stays cached."""
@@ -200,9 +156,9 @@ class Scheduler:
         elif sequence.id in self._held:
             del self._held[sequence.id]
         elif sequence.state is SequenceState.ASLEEP:
-            self._asleep.remove(sequence)
+            self._entrance.asleep.remove(sequence)
         else:
-            self._waiting.remove(sequence)
+            self._entrance.waiting.remove(sequence)
         sequence.end_load()
         if sequence.lookup is not None:
             sequence.lookup.end()
@@ -223,7 +179,7 @@ class Scheduler:
             self._leave(sequence, keep=True)
             sequence.state = SequenceState.ASLEEP
         elif sequence.state is SequenceState.ASLEEP:
-            self._asleep.remove(sequence)
+            self._entrance.asleep.remove(sequence)
             sequence.end_load()
         else:
             raise RequestError(
@@ -238,8 +194,7 @@ class Scheduler:
     def let_go_on(self, sequence: Sequence) -> None:
         """A sequence that is held wakes when there is room, after those that wait for that already."""
         del self._held[sequence.id]
-        self._asleep.add(sequence, time.monotonic())
-        self._room_came = True
+        self._entrance.add_asleep(sequence, time.monotonic())
 
     def tokens_of(self, sequence: Sequence) -> npt.NDArray[np.int32]:
         """All tokens known of a sequence, int32; a view that the next step may outdate."""
@@ -260,35 +215,32 @@ class Scheduler:
 
         A sequence that no tier has room for, though it runs alone, ends here: `take_given_up`.
         """
-        self._gate.settle()
-        running = self._running
+        running, entrance = self._running, self._entrance
         # First of all: their slots may be granted to others, and come up for others, by now.
         for row in self.store.take_lost_rows():
             self._put_to_sleep(self.sequence_at(row), keep_tail=False)
-        self._budget.begin_step()
-        if running.arriving:
-            self._join()
-        if self._waiting or self._asleep:
-            self._let_in()
-            if self._blocked is not None and self._take_turns():
-                self._let_in()
+        entrance.begin_step()
+        entrance.join()
+        entrance.let_in()
+        if entrance.blocked is not None and self._take_turns(*entrance.blocked):
+            entrance.let_in()
         self._room_to_decode()
         chunks = self._chunks(self.step_tokens - len(running.decoding)) if running.prefilling else ()
         rows = running.decoding
         if not len(rows) and not chunks:
             return None
         lengths = self.store.lengths[rows]
-        install = self._bring_near(rows, chunks) if self._came_far else None
+        readers = np.concatenate([rows, np.array([chunk.row for chunk in chunks], dtype=np.int64)])
+        install = entrance.bring_near(readers)
         step = Step(
             rows,
             lengths,
             self.tokens[rows, lengths],
             chunks,
             install,
-            self.store.read_in_place(_readers(rows, chunks)),
-            self._copied,
+            self.store.read_in_place(readers),
+            entrance.take_copied(),
         )
-        self._copied = 0
         self.pace.begin()
         return step
 
@@ -331,31 +283,12 @@ class Scheduler:
 
     def wait(self, seconds: float) -> None:
         """Wait, `seconds` at most, for what the next to run needs: copies, a load, its session's record."""
-        if self._running.arriving:
-            self.store.wait_for_promotion(seconds)
+        if self._entrance.wait(seconds):
             return
-        for sequence in (*islice(self._asleep, _LOOK_AHEAD), *islice(self._waiting, _LOOK_AHEAD)):
-            if sequence.lookup is not None and not sequence.lookup.done():
-                sequence.lookup.wait(seconds)
-                return
-            if sequence.load is not None and sequence.loading():
-                sequence.load.wait(seconds)
-                return
         if self._held:
             time.sleep(seconds)  # who lets them go on says so between two steps
 
     # Inside
-
-    def _enter(self, sequence: Sequence, row: int) -> None:
-        """A sequence was given a row, with the KV that was found."""
-        sequence.end_load()
-        self._running.enter(sequence, row, self.stats.steps)
-
-    def _start(self, sequence: Sequence, row: int) -> None:
-        """A sequence that entered takes part in steps from now on."""
-        if self.store.far_blocks(row):
-            self._came_far.add(row)
-        self._running.start(sequence, row, self.stats.steps)
 
     def _leave(self, sequence: Sequence, *, keep: bool, keep_tail: bool = True) -> None:
         """Take a sequence's row away; with `keep` its KV sleeps, the partly filled block if `keep_tail`."""
@@ -367,8 +300,7 @@ class Scheduler:
             sequence.sleeping = self.store.sleep(row, keep_tail=keep_tail)
         else:
             self.store.close_row(row)
-        self._came_far.discard(row)
-        self._room_came = True
+        self._entrance.left(row)
 
     def _learn(self, step: Step, seconds: float) -> None:
         """A step that took much longer for what it read in place says what that costs."""
@@ -445,17 +377,20 @@ class Scheduler:
         sequence.preemptions += 1
         self.stats.preemptions += 1
         self.stats.turns += turn
-        self._asleep.add(sequence, time.monotonic() if turn else sequence.arrived_at)
+        self._entrance.add_asleep(sequence, time.monotonic() if turn else sequence.arrived_at)
 
-    def _take_turns(self) -> bool:
-        """Put those to sleep whose stretch is over, as far as who is next needs it; whether any was.
+    def _take_turns(self, first: Sequence, wanted: int) -> bool:
+        """Put those to sleep whose stretch is over; whether any was.
 
         Where nothing below keeps what leaves the device tier there are no turns: it would be computed again.
+
+        Args:
+            first: who is next, if it still waits, and
+            wanted: how many blocks are to be available for it.
         """
-        if self.swap is not Swap.ATTEND or self.store.host is None or self._blocked is None:
+        if self.swap is not Swap.ATTEND or self.store.host is None:
             return False
-        first, wanted = self._blocked
-        if first not in self._asleep and first not in self._waiting:
+        if first not in self._entrance.asleep and first not in self._entrance.waiting:
             return False
         candidates = self._running.candidates(self._running.decoding, self.stats.steps)
         candidates = candidates.take(self._turns.over(candidates, first.priority))
@@ -481,203 +416,16 @@ class Scheduler:
         row, host = alone.row, self.store.host
         if row is None or host is None or self.swap is Swap.COPY:
             return False
-        self._came_far.discard(row)  # what goes below now would only be in the way again
+        self._entrance.stays_far(row)  # what goes below now would only be in the way again
         count = self._spill_blocks()
         until = time.monotonic() + _ROOM_SECONDS
         while not self.store.spill(row, count):
             if time.monotonic() > until or not self.store.may_spill(row):
                 return False
-            loading = [one for one in (*self._asleep, *self._waiting) if one.load is not None]
-            for sequence in loading:
-                sequence.end_load()
-            if not loading and not host.evict(count):
+            if not self._entrance.end_loads() and not host.evict(count):
                 # All of it is on its way to the cold tier just now, or somebody else's.
                 time.sleep(0.01)
         return True
-
-    def _headroom(self) -> int:
-        """Device blocks that the running sequences may want in a moment."""
-        return self.num_running + 1
-
-    def _join(self) -> None:
-        """Let those take part in steps whose blocks have come, or are near enough for this step's budget."""
-        for row, sequence in list(self._running.arriving.items()):
-            if not self.store.brings(row) or (
-                self._running.awake and self._budget.take(self.store.far_to_read(row))
-            ):
-                self._start(sequence, row)
-
-    def _let_in(self) -> None:
-        """Give rows to those that wait, in their order, while there is room for them to go on.
-
-        Who has to wait for blocks from the cold tier lets others pass, who has to wait for room does not:
-        small ones would pass a large one for ever.
-        """
-        if not self._room_came:
-            return
-        self._blocked = None
-        while (sequence := self._next()) is not None:
-            if not self.store.table.free_rows:
-                self._no_room(sequence, 0)
-                return
-            asleep = sequence.state is SequenceState.ASLEEP
-            if not (self._wake(sequence) if asleep else self._admit(sequence)):
-                return
-
-    def _next(self) -> Sequence | None:
-        """Who is to be let in next; None where nobody is, or no more should come up at once."""
-        if (
-            self._running.arriving
-            and self._running.awake
-            and self._blocks_arriving() >= self._budget.copies_at_once()
-        ):
-            return None
-        asleep = self._asleep.first
-        waiting = self._next_to_admit() if self._waiting else None
-        if asleep is None or (asleep.load is not None and asleep.loading()):
-            return waiting
-        if waiting is None or self._asleep.place_of(asleep) <= self._waiting.place_of(waiting):
-            return asleep
-        return waiting
-
-    def _blocks_arriving(self) -> int:
-        return sum(self.store.far_blocks(row) for row in self._running.arriving)
-
-    def _wake(self, sequence: Sequence) -> bool:
-        """Let a sleeper run again, if the device tier has room for it to go on; whether it runs."""
-        sleeping = sequence.sleeping
-        if sleeping is None:
-            raise LookupError(f"sequence {sequence.id} is asleep without its KV")
-        if self.num_running:
-            # What waking holds in the device tier again is not there for the others.
-            wanted = self.store.missing_blocks(sleeping) + self.store.cached_blocks(sleeping)
-            wanted += self._headroom() * (1 + self._least_blocks)
-            if wanted > self.store.available_blocks:
-                self._no_room(sequence, wanted)
-                return False
-        if sequence.load_until is None:
-            self._start_load(sequence, self._gate.start_sleeping(sleeping))
-        if sequence.loading():
-            return True
-        # What was lost is computed again, which wants room as a new prompt does.
-        if not self._enter_if_room(sequence, self.store.wake(sleeping)):
-            return False
-        self._asleep.remove(sequence)
-        sequence.sleeping = None
-        return True
-
-    def _admit(self, sequence: Sequence) -> bool:
-        """Let a new sequence run, if there is room for its prompt; whether it runs."""
-        if sequence.prompt is None:
-            raise LookupError(f"sequence {sequence.id} has no named prompt")
-        opened = self.store.open_named(sequence.prompt)
-        loaded = sequence.load.loaded * self.store.layout.block_size if sequence.load else 0
-        if not self._enter_if_room(sequence, opened):
-            return False
-        from_cold = min(loaded, opened.host)
-        sequence.cached = CachedTokens(opened.device, opened.host - from_cold, opened.cold + from_cold)
-        self._gate.opened(len(sequence.tokens), opened)
-        sequence.scheduled_at = time.monotonic()
-        self._waiting.remove(sequence)
-        return True
-
-    def _enter_if_room(self, sequence: Sequence, opened: Opened) -> bool:
-        """Let a sequence run in its new row; not where it would soon take room from those that run.
-
-        Then the row is closed again, and nobody tries before there is more room. What it has in host memory
-        counts as wanted: it is to come near. A sequence that is larger than the device tier runs alone, and
-        reads there what does not fit.
-        """
-        row = opened.row
-        new = len(sequence.tokens) - opened.length + 1
-        far = self.store.far_to_read(row)
-        wanted = far + self.store.blocks_wanted(np.array([row], dtype=np.int64), new) + self._headroom()
-        if self.num_running and wanted > self.store.available_blocks:
-            held = self.store.available_blocks
-            self.store.close_row(row)
-            self._no_room(sequence, wanted + self.store.available_blocks - held)
-            return False
-        if self.swap is Swap.COPY and far and far + 1 > self.store.available_blocks:
-            self.store.close_row(row)
-            self._give_up(sequence)
-            return False
-        self._enter(sequence, row)
-        if self._budget.take(far):
-            self.stats.attended += far > 0
-            self._start(sequence, row)
-        else:
-            self._bring_up(sequence, row)
-        return True
-
-    def _no_room(self, sequence: Sequence, wanted: int) -> None:
-        """It is next, and `wanted` blocks are to be available for it; nobody tries before more are."""
-        self._blocked = sequence, wanted
-        self._room_came = False
-
-    def _bring_up(self, sequence: Sequence, row: int) -> None:
-        """Start copying up what a sequence has in host memory; it joins the steps when enough is there."""
-        self.stats.copied_first += 1
-        while started := self.store.promote(row, self._piece):
-            self._copied += started
-            self.stats.copied += started
-        if not self.store.brings(row):
-            self._start(sequence, row)
-
-    def _next_to_admit(self) -> Sequence | None:
-        """The first waiting sequence that need not wait for its blocks; loads for the first few start here.
-
-        Blocks come from the cold tier, or from a sequence that is computing the same prompt right now:
-        computing them twice would take longer than waiting.
-        """
-        ready = None
-        may_load = True
-        for sequence in islice(self._waiting, _LOOK_AHEAD):
-            if sequence.lookup is not None and sequence.lookup.done():
-                sequence.partial_at = sequence.lookup.slept_at()
-                sequence.lookup = None
-                self._name(sequence)
-            if sequence.prompt is None:
-                continue
-            if sequence.load_until is None and may_load:
-                # Where one has no room to load, no later one starts: small ones would pass it for ever.
-                may_load = self._may_load(sequence.prompt)
-                if may_load:
-                    self._start_load(sequence, self._gate.start(sequence.prompt))
-            if ready is None and sequence.load_until is not None and not sequence.loading():
-                resident = self.store.resident_blocks(sequence.prompt)
-                missing = sequence.prompt.hashes[resident : sequence.prompt.usable]
-                if not missing or not self._running.computes(missing[0]):
-                    ready = sequence
-        return ready
-
-    def _may_load(self, prompt: NamedPrompt) -> bool:
-        """Whether host memory has room for one more load: what has come up stays until it is used."""
-        if self.store.host is None:
-            return True
-        loading = sum(
-            sequence.prompt.usable
-            for sequence in islice(self._waiting, _LOOK_AHEAD)
-            if sequence.prompt is not None and sequence.load is not None
-        )
-        return not loading or loading + prompt.usable <= self.store.host.capacity // 2
-
-    def _start_load(self, sequence: Sequence, load: LoadCalls | None) -> None:
-        sequence.load = load
-        sequence.load_until = time.monotonic() + self.load_seconds
-
-    def _bring_near(self, rows: Rows, chunks: tuple[Chunk, ...]) -> Install | None:
-        """Have the step bring near what it reads far, as far as that takes nothing from anyone.
-
-        Once for each row that came to far blocks: to try again whenever a block is free would take from the
-        others what they are about to want. All of its far blocks cross the bus in this step in any case.
-        """
-        readers = _readers(rows, chunks)
-        came = np.array([row for row in readers.tolist() if row in self._came_far], dtype=np.int64)
-        if not len(came):
-            return None
-        self._came_far.difference_update(came.tolist())
-        own = self.store.blocks_wanted(came, self.counts[came] - self.store.lengths[came] + 1)
-        return self.store.start_install(came, self.store.available_blocks - own - self._headroom(), readers)
 
     def _chunks(self, budget: int) -> tuple[Chunk, ...]:
         """Parts of prompts for this step, oldest sequence first, with room for their KV."""
@@ -716,8 +464,3 @@ class Scheduler:
         size = self.store.layout.block_size
         blocks = int(self.store.table.counts[row]) + self.store.available_blocks
         return blocks * size - int(self.store.lengths[row])
-
-
-def _readers(rows: Rows, chunks: tuple[Chunk, ...]) -> Rows:
-    """The rows of a step, int64."""
-    return np.concatenate([rows, np.array([chunk.row for chunk in chunks], dtype=np.int64)])

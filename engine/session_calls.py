@@ -89,7 +89,7 @@ class SessionCalls:
             return self._info(name, self._running(name))
 
     def sleep(self, name: str) -> None:
-        """Have its request give up its VRAM and sleep until `wake`. Between requests nothing is held."""
+        """Have its request give up its VRAM until `wake`. Between requests there is nothing to give up."""
         with self._driving("a session is put to sleep"):
             running = self._running(name)
             if running is not None:
@@ -184,7 +184,7 @@ class SessionCalls:
         names = _blocks_of(sleeping)
         near = sum(one in self._store.pool.index for one in names)
         below = [one for one in names if one not in self._store.pool.index]
-        resident = 0
+        resident: int | None = 0
         if below and self._store.host is not None:
             resident = self._store.host.count_resident(below)
         return self._counted(name, state, sleeping.length, near, resident)

@@ -204,6 +204,8 @@ def _next_is_parent(names: ShortHashes, parents: ShortHashes) -> _Bools:
 def _after_their_follower(followers: npt.NDArray[np.int32], next_is_parent: _Bools) -> _Bools:
     """bool [n]: which have no follower, or one that stands just before them and may go as well."""
     after = next_is_parent & (followers[1:] == 1)
+    if not followers[0] and np.count_nonzero(after) == len(after):
+        return np.ones(len(followers), dtype=np.bool_)
     run = np.arange(len(followers))
     run[1:][after] = 0
     may_go: _Bools = followers[np.maximum.accumulate(run)] == 0

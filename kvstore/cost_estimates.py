@@ -40,6 +40,8 @@ _LINK_SIZES: Final = (64 << 10, 1 << 20, 16 << 20)
 _CHUNKS: Final = ((0, 64), (0, 512), (4096, 4608))
 _LEAST_ADDED: Final = 4
 """Measurements before a fit that began from nothing can tell what is far off, or what a prefill takes."""
+_FEW: Final = 8
+"""Measurements that may wait before what prefilling takes is solved for again."""
 _LEAST_CHUNK: Final = 16
 """Tokens of a step that tell something of prefilling."""
 
@@ -193,23 +195,22 @@ class ComputeEstimate:
             points = np.array([(1.0, end - start, (end**2 - start**2) / 2) for start, end in _CHUNKS])
             values = np.array((prior.seconds_per_step, prior.seconds_per_token, prior.seconds_per_token_pair))
         self._fit = _Fit(3, values, points)
-        self._calibrated = prior is not None
         self._step_tokens = step_tokens
-        self._cost = None if prior is None else self._of(*(float(one) for one in self._fit.values))
-        self._fresh = True
+        self._cost = None if prior is None else self._of(*self._fit.values.tolist())
+        self._solve_at = 1 if prior is not None else _LEAST_ADDED
+        """Measurements after which it is solved for: each step adds one, and policies ask often."""
 
     def computed(self, tokens: int, pairs: float, seconds: float) -> None:
         """One step computed so many tokens, which attended to so many, each to those before it."""
         if tokens >= _LEAST_CHUNK:
             self._fit.add(np.array((1.0, float(tokens), pairs)), seconds)
-            self._fresh = False
 
     @property
     def cost(self) -> ComputeCost | None:
-        """What it costs; None where too little is known."""
-        if not self._fresh and (self._calibrated or self._fit.added >= _LEAST_ADDED):
+        """What it costs, as of a few measurements ago; None where too little is known."""
+        if self._fit.added >= self._solve_at:
             self._cost = self._of(*self._fit.values.tolist())
-            self._fresh = True
+            self._solve_at = self._fit.added + _FEW
         return self._cost
 
     def _of(self, per_step: float, per_token: float, per_pair: float) -> ComputeCost:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import ClassVar, Final, Unpack
 
 import numpy as np
@@ -12,19 +13,21 @@ import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
 from ..tiers.settings import expect_integer
+from .lineage import ShortHashes
 from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention
 from .return_times import ReturnTimes
-from .runs import Places, Runs, cuts_of
+from .runs import Places, Runs, Use, stretches
 
 __all__ = ["CostPolicy"]
 
 _Floats = npt.NDArray[np.float64]
 
-_TURNS: Final = np.array([1, 2, 3, 5])
-_GAPS: Final = np.array([0.0, 16.0, 64.0, 256.0])
-_NEW: Final = np.array([2, 4, 16])
-_OWN_GAPS: Final = np.array([1.0, 4.0, 16.0, 64.0, 256.0])
-_USES: Final = np.array([3, 9, 33])
+_TURNS: Final = [1, 2, 3, 5]
+_NEW: Final = [2, 4, 16]
+_GAPS: Final = [0.0, 16.0, 64.0, 256.0]
+_OWN_GAPS: Final = [1.0, 4.0, 16.0, 64.0, 256.0]
+_USES: Final = [3, 9, 33]
+"""Where the next one begins of the classes of what is counted or measured, which kinds are made of."""
 _SHAPE: Final = (len(_TURNS) + 1, len(_NEW) + 1, len(_GAPS) + 1)
 _BODIES: Final = _SHAPE[0] * _SHAPE[1] * _SHAPE[2]
 _ENDS: Final = 2
@@ -33,6 +36,8 @@ _SHARED: Final = _SHARED_SHAPE[0] * _SHARED_SHAPE[1]
 _FIRST_END: Final = _BODIES
 _FIRST_SHARED: Final = _BODIES + _ENDS
 _KINDS: Final = _BODIES + _ENDS + _SHARED
+_UNKNOWN: Final = (len(_NEW)) * _SHAPE[2]
+"""The kind of what nobody asked for before it came: as if a long new chain were of it."""
 
 _LOOKED_AT: Final = 1024
 """Runs that are compared at a time; of more, as many are drawn."""
@@ -52,12 +57,22 @@ def _groups() -> list[npt.NDArray[np.intp]]:
     return [np.asarray(one, dtype=np.intp) for one in (families, by_new, by_turns, np.arange(_KINDS))]
 
 
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """What a lookup found, of which it is not known yet what it asked for besides."""
+def _body(turns: int, new: int, gap: float) -> int:
+    """The kind of what is used by a lookup.
 
-    at: Places
-    cuts: Places
+    Args:
+        turns: how often its conversation was gone on with.
+        new: how many blocks nobody asked for before.
+        gap: seconds since the conversation's last turn; below 0: it has none.
+    """
+    return (bisect_right(_TURNS, turns) * _SHAPE[1] + bisect_right(_NEW, new)) * _SHAPE[2] + (
+        bisect_right(_GAPS, gap)
+    )
+
+
+def _shared(gap: float, uses: int) -> int:
+    """The kind of what was used by others, too, so many times, and the last time so many seconds ago."""
+    return _FIRST_SHARED + bisect_right(_OWN_GAPS, gap) * _SHARED_SHAPE[1] + bisect_right(_USES, uses)
 
 
 class CostPolicy:
@@ -95,16 +110,12 @@ class CostPolicy:
         """Of each slot the slot of the block before it in its chain, plus one; 0: not known."""
         self._children = np.zeros(capacity, dtype=np.int32)
         """Of each slot how many slots hold blocks that follow it."""
-        self._born = np.zeros(capacity, dtype=np.int64)
-        """Of each slot which call of `admit` told of its block; 0: none."""
-        self._up_born = np.zeros(capacity, dtype=np.int64)
-        """Of each slot what `_born` was of the one that `_up` tells of."""
-        self._births = 0
-        self._like = np.zeros(capacity, dtype=np.intp)
-        """Of each slot that was not ranked yet the run whose use it is of."""
-        self._like_serial = np.zeros(capacity, dtype=np.int64)
+        self._born = np.zeros(capacity, dtype=np.bool_)
+        """Of each slot whether a block was admitted to it."""
+        self._like = np.zeros(capacity, dtype=np.int64)
+        """Of each slot that was not ranked yet the tag of the run whose use it is of; 0: not known."""
         self._make_ghosts(capacity)
-        self._found: _Found | None = None
+        self._found: tuple[Places, Places] | None = None
         self._latest = 0
         """The slot that the last lookup found at the end of its chain."""
         self._demotions = 0
@@ -120,289 +131,280 @@ class CostPolicy:
         if more <= 0:
             return
         self._runs.resize(capacity)
-        for name in ("_names", "_up", "_children", "_born", "_up_born", "_like", "_like_serial"):
+        for name in ("_names", "_up", "_children", "_born", "_like"):
             field = getattr(self, name)
             setattr(self, name, np.concatenate([field, np.zeros(more, dtype=field.dtype)]))
         if 4 * capacity > len(self._ghosts):
             ghosts = np.flatnonzero(self._ghosts)
-            names, runs, serials = self._ghosts[ghosts], self._ghost_runs[ghosts], self._ghost_serials[ghosts]
-            slots = self._ghost_slots[ghosts]
+            names, tags, slots = self._ghosts[ghosts], self._ghost_tags[ghosts], self._ghost_slots[ghosts]
             self._make_ghosts(capacity)
             at = self._ghost_places(names)
-            self._ghosts[at], self._ghost_runs[at], self._ghost_serials[at] = names, runs, serials
-            self._ghost_slots[at] = slots
+            self._ghosts[at], self._ghost_tags[at], self._ghost_slots[at] = names, tags, slots
 
-    # What is not here
+    # What is known by name
 
     def _make_ghosts(self, capacity: int) -> None:
         size = max(_FEWEST_GHOSTS, 1 << (4 * capacity - 1).bit_length() if capacity else 0)
         self._ghosts = np.zeros(size, dtype=np.uint64)
-        self._ghost_runs = np.zeros(size, dtype=np.int32)
-        self._ghost_serials = np.zeros(size, dtype=np.int64)
-        self._ghost_slots = np.zeros(size, dtype=np.int32)
+        self._ghost_tags = np.zeros(size, dtype=np.int64)
+        self._ghost_slots = np.zeros(size, dtype=np.intp)
         self._ghost_shift = np.uint64(64 - (size.bit_length() - 1))
 
-    def _ghost_places(self, names: npt.NDArray[np.uint64]) -> Places:
-        return ((names * _MULTIPLIER) >> self._ghost_shift).astype(np.intp)
+    def _ghost_places(self, names: ShortHashes) -> Places:
+        return ((names * _MULTIPLIER) >> self._ghost_shift).view(np.intp)
 
-    def _remember(self, names: npt.NDArray[np.uint64], runs: Places | int) -> None:
-        """The last use of these blocks was of these runs."""
+    def _remember(self, names: ShortHashes, tags: npt.NDArray[np.int64]) -> None:
+        """The last use of these blocks, which are not here, was of the runs with these tags."""
         at = self._ghost_places(names)
         self._ghosts[at] = names
-        self._ghost_runs[at] = runs
-        self._ghost_serials[at] = self._runs.serial[runs]
-        self._ghost_slots[at] = 0
+        self._ghost_tags[at] = tags
 
-    def _recall(self, names: npt.NDArray[np.uint64]) -> Places:
+    def _recall(self, names: ShortHashes, at: Places) -> Places:
         """The runs of which the last use of these blocks was; 0: not known."""
-        at = self._ghost_places(names)
-        runs = self._ghost_runs[at].astype(np.intp)
-        known = (self._ghosts[at] == names) & (self._runs.serial[runs] == self._ghost_serials[at])
-        runs[~known] = 0
+        runs = self._runs.tagged(self._ghost_tags[at])
+        runs *= self._ghosts[at] == names
         return runs
 
-    def _slots(self, names: npt.NDArray[np.uint64]) -> Places:
+    def _slots(self, names: ShortHashes, at: Places) -> Places:
         """The slots that hold these blocks, plus one; 0: none, or not known."""
-        at = self._ghost_places(names)
-        slots = self._ghost_slots[at].astype(np.intp)
-        slots[(self._ghosts[at] != names) | (self._names[slots - 1] != names)] = 0
+        slots = self._ghost_slots[at]
+        slots *= (self._names[slots - 1] == names) & self._born[slots - 1]
         return slots
 
     # Uses
 
     def found(self, ids: Ids) -> None:
-        self._settle(None)
+        self._settle()
         if len(ids):
             at = ids.astype(np.intp)
             self._latest = int(at[-1])
-            unplaced = self._runs.of[at] == 0
-            if unplaced.any():
-                self._place(at[unplaced])
-            self._found = _Found(at, cuts_of(self._runs.of[at]))
+            here = self._runs.of[at]
+            if not here.all():
+                self._place(at[here == 0])
+                here = self._runs.of[at]
+            self._found = at, here
 
     def missed(self, facts: BlockFacts) -> None:
         if len(facts) == 0:
             return
-        found = self._found
-        if found is not None and facts.parents[0] not in (0, self._names[found.at[-1]]):
-            self._settle(None)
-        self._settle(facts)
-
-    def _settle(self, missed: BlockFacts | None) -> None:
-        """What was found, and what was asked for besides, are used by one lookup."""
+        if self._found is not None and facts.parents[0] not in (0, self._names[self._latest]):
+            self._settle()
         found, self._found = self._found, None
-        if found is None and missed is None:
-            return
+        runs = self._runs
+        ghosts = self._ghost_places(facts.names)
+        asked = self._recall(facts.names, ghosts)
+        at, here = (_NONE, _NONE) if found is None else found
+        number = len(here)
+        beyond = self._slots(facts.names, ghosts)
+        stranded = np.flatnonzero(beyond)
+        stranded = stranded[runs.of[beyond[stranded] - 1] > 0]
+        if len(stranded):
+            # They are here, but something before them in their chain was not.
+            beyond = beyond[stranded] - 1
+            asked[stranded] = runs.of[beyond]
+            at = np.concatenate([at, beyond])
+        there = np.flatnonzero(asked)
+        known = 0
+        if len(there):
+            # A ghost that another one displaced is told by those behind it in the chain.
+            known = int(there[-1]) + 1
+            if len(there) < known:
+                asked[:known] = asked[there[np.searchsorted(there, np.arange(known))]]
+            here = np.concatenate([here, asked[:known]])
+        parts = self._use(here, len(asked) - known)
+        tags = np.empty(len(asked), dtype=np.int64)
+        for begin, end, run in parts:
+            if end > number:
+                tags[max(begin - number, 0) : end - number] = runs.tag[run]
+        self._ghosts[ghosts], self._ghost_tags[ghosts] = facts.names, tags
+        positions = None
+        if len(stranded):
+            positions = np.concatenate([np.arange(number), stranded + number])
+        self._restamp(at, positions, parts)
+
+    def _settle(self) -> None:
+        """What was found was all that was asked for."""
+        if self._found is not None:
+            (at, here), self._found = self._found, None
+            self._restamp(at, None, self._use(here, 0))
+
+    def _use(self, before: Places, new: int) -> list[tuple[int, int, int]]:
+        """A lookup asked for a chain.
+
+        Args:
+            before: of each of its leading blocks that were used before the run of which that was.
+            new: how many blocks follow them.
+
+        Returns:
+            where in the chain each stretch of what is alike begins and ends, and a new run for it.
+        """
         self._changes += 1
         runs, times = self._runs, self._times
         now = self._clock()
-        at = _NONE if found is None else found.at
-        here = runs.of[at]
-        if missed is None:
-            before = here
-            new = 0
-        else:
-            asked = self._recall(missed.names)
-            beyond = self._slots(missed.names)
-            stranded = np.flatnonzero(runs.of[beyond - 1] * (beyond > 0))
-            if len(stranded):
-                beyond = beyond[stranded] - 1
-                asked[stranded] = runs.of[beyond]
-                at = np.concatenate([at, beyond])
-            # A ghost that another one displaced is told by those behind it in the chain.
-            there = np.flatnonzero(asked)
-            known = int(there[-1]) + 1 if len(there) else 0
-            asked[:known] = asked[there[np.searchsorted(there, np.arange(known))]]
-            before = np.concatenate([here, asked[:known]])
-            new = len(asked) - known
         path = len(before) + new
-        cuts = cuts_of(before)
-        pieces = before[cuts]
-        lengths = np.diff(cuts, append=len(before))
-        last = runs.last[pieces]
+        pieces = [(begin, end, run, runs.use(run)) for begin, end, run in stretches(before)]
         turns, gap = 0, -1.0
-        if len(pieces):
-            noted = np.array([times.noted(serial) for serial in runs.serial[pieces].tolist()])
-            shares = lengths / np.maximum(runs.path[pieces], 1)
-            times.returned(now, last[noted], runs.kind[pieces[noted]], shares[noted])
-            deepest = int(pieces[-1])
-            reach = int(runs.path[deepest])
-            if 4 * len(before) >= 3 * reach or (reach > 2 and len(before) >= reach - 1):
-                turns, gap = int(runs.turns[deepest]) + 1, now - float(last[-1])
-        body = int(
-            np.ravel_multi_index(
-                (
-                    np.searchsorted(_TURNS, turns, side="right"),
-                    np.searchsorted(_NEW, new, side="right"),
-                    0 if gap < 0 else np.searchsorted(_GAPS, gap, side="right"),
-                ),
-                _SHAPE,
-            )
-        )
-        kinds = np.full(len(pieces) + 2, body)
-        uses = np.ones(len(pieces) + 2, dtype=np.int64)
-        if len(pieces):
-            own = now - last
-            uses[:-2] = runs.uses[pieces] + 1
-            shared = own < gap / 4 if turns else np.ones(len(pieces), dtype=np.bool_)
-            kind = _FIRST_SHARED + (
-                np.searchsorted(_OWN_GAPS, own, side="right") * _SHARED_SHAPE[1]
-                + np.searchsorted(_USES, uses[:-2] - 1, side="right")
-            )
-            kinds[:-2][shared] = kind[shared]
-        kinds[-1] = _FIRST_END + (turns > 0)
-        # Where each stretch of one kind begins: pieces, then what is new, then the last block by itself.
-        begins = np.concatenate([cuts, [len(before), path - 1]])
-        if path == 1:
-            kinds[-1] = kinds[0] if len(pieces) else body
-        if new == 1:
-            keep = np.ones(len(begins), dtype=np.bool_)
-            keep[-2] = False
-        elif new == 0:
-            keep = np.ones(len(begins), dtype=np.bool_)
-            keep[-2] = False
-            if len(pieces) and cuts[-1] == path - 1:
-                keep[-3] = False
-        else:
-            keep = np.ones(len(begins), dtype=np.bool_)
-        begins, kinds, uses = begins[keep], kinds[keep], uses[keep]
-        template = np.zeros(len(begins), dtype=np.intp)
-        inside = begins < len(before)
-        template[inside] = before[begins[inside]]
-        favour, until = runs.favour[template], runs.until[template]
-        over = (until <= now) | (favour == 0.0)
-        favour[over], until[over] = 1.0, 0.0
-        same = np.flatnonzero((kinds[1:] == kinds[:-1]) & (until[1:] == until[:-1])) + 1
-        if len(same):
-            keep = np.ones(len(begins), dtype=np.bool_)
-            keep[same] = False
-            begins, kinds, uses = begins[keep], kinds[keep], uses[keep]
-            favour, until, template = favour[keep], until[keep], template[keep]
-        made = runs.make(np.zeros(len(begins), dtype=np.intp))
-        runs.last[made], runs.kind[made], runs.turns[made] = now, kinds, turns
-        runs.uses[made], runs.path[made] = uses, path
-        runs.favour[made], runs.until[made] = favour, until
-        noted = np.array([times.noted(serial) for serial in runs.serial[made].tolist()])
-        times.used(now, kinds[noted], (np.diff(begins, append=path) / path)[noted])
-        count = len(here)
-        which = np.searchsorted(begins, np.arange(path), side="right") - 1
-        if missed is not None:
-            self._remember(missed.names, made[which[count:]])
-        if len(at):
-            there = which[:count]
-            if len(at) > count:
-                there = np.concatenate([there, which[count + stranded]])
-                self._ghost_slots[self._ghost_places(self._names[at[count:]])] = at[count:] + 1
-            cuts = cuts_of(there)
+        if pieces:
+            _, known, _, deepest = pieces[-1]
+            if 4 * known >= 3 * deepest.path or known >= deepest.path - 1 > 1:
+                turns, gap = deepest.turns + 1, now - deepest.last
+        body = _body(turns, new, gap)
+        alike: list[tuple[int, Use]] = []
+        for begin, end, run, use in pieces:
+            if times.noted(run):
+                times.returned(now, use.last, use.kind, (end - begin) / use.path)
+            own = now - use.last
+            kind = body if turns and own >= gap / 4 else _shared(own, use.uses)
+            held = use.until > now and use.favour > 0.0
+            favour, until = (use.favour, use.until) if held else (1.0, 0.0)
+            if not alike or alike[-1][1].kind != kind or alike[-1][1].until != until:
+                alike.append((begin, Use(now, kind, turns, use.uses + 1, path, favour, until)))
+        if new and (not alike or alike[-1][1].kind != body or alike[-1][1].until):
+            alike.append((len(before), Use(now, body, turns, 1, path)))
+        if path > 1:
+            # The last block by itself: it may be but a part of one, which is another one the next time.
+            begin, use = alike[-1]
+            if begin == path - 1:
+                alike.pop()
+            alike.append((path - 1, replace(use, kind=_FIRST_END + (turns > 0))))
+        parts = []
+        for (begin, use), end in zip(alike, [*(begin for begin, _ in alike[1:]), path], strict=True):
+            run = runs.make(use)
+            parts.append((begin, end, run))
+            if times.noted(run):
+                times.used(now, use.kind, (end - begin) / path)
+        return parts
+
+    def _restamp(self, at: Places, positions: Places | None, parts: list[tuple[int, int, int]]) -> None:
+        """These slots are of the runs of their latest use; those runs that get none are ghosts'.
+
+        Args:
+            positions: which of the chain's blocks the slots hold; None: the leading ones.
+            parts: as of `_use`.
+        """
+        runs = self._runs
+        number = len(at)
+        rest = parts
+        if number:
             old = int(runs.of[at[-1]])
-            runs.put(at, cuts, made[there[cuts]])
-            if runs.held[old] > 0:
-                end = made[there[-1]]
-                runs.rider[end], runs.rider_serial[end] = old, runs.serial[old]
-        runs.release(made[runs.held[made] == 0])
+            if positions is None:
+                mine = [(begin, min(end, number), run) for begin, end, run in parts if begin < number]
+            else:
+                bounds = np.searchsorted(
+                    positions, [*(begin for begin, _, _ in parts), len(positions) and parts[-1][1]]
+                )
+                mine = [
+                    (begin, end, run)
+                    for begin, end, (_, _, run) in zip(
+                        bounds[:-1].tolist(), bounds[1:].tolist(), parts, strict=True
+                    )
+                    if begin < end
+                ]
+            runs.put(at, mine)
+            if runs.held[old]:
+                # What is left of it follows these in its chain, and must not be worth more than they.
+                for _, _, run in mine:
+                    runs.rider[run] = runs.tag[old]
+            taken = {run for _, _, run in mine}
+            rest = [part for part in parts if part[2] not in taken]
+        for _, _, run in rest:
+            runs.release(run)
 
     def admit(self, ids: Ids, facts: BlockFacts) -> None:
         if len(ids) == 0:
             return
-        if self._found is not None:
-            self._settle(None)
+        self._settle()
         self._changes += 1
         at = ids.astype(np.intp)
-        if self._names[at].any():
+        if self._born[at].any():
             self.forget(ids)
-        names = facts.names
-        self._names[at] = names
-        like = self._recall(names)
-        self._like[at] = like
-        self._like_serial[at] = self._runs.serial[like]
+        names, parents = facts.names, facts.parents
         ghosts = self._ghost_places(names)
-        self._ghosts[ghosts], self._ghost_slots[ghosts] = names, at + 1
-        self._ghost_runs[ghosts], self._ghost_serials[ghosts] = like, self._like_serial[at]
-        self._births += 1
-        self._born[at] = self._births
+        like = self._recall(names, ghosts)
+        like = self._runs.tag[like]
+        self._like[at] = like
+        self._names[at] = names
+        self._ghosts[ghosts], self._ghost_slots[ghosts], self._ghost_tags[ghosts] = names, at + 1, like
+        self._born[at] = True
         up = np.zeros(len(at), dtype=np.intp)
-        follows = facts.parents[1:] == names[:-1]
-        up[1:][follows] = at[:-1][follows] + 1
-        others = np.flatnonzero((up == 0) & (facts.parents != 0))
+        follows = parents[1:] == names[:-1]
+        up[1:] = (at[:-1] + 1) * follows
+        others = np.flatnonzero((up == 0) & (parents != 0))
         if len(others):
-            up[others] = self._slots(facts.parents[others])
-            if self._names[self._latest] == facts.parents[others[0]]:
+            asked = parents[others]
+            up[others] = self._slots(asked, self._ghost_places(asked))
+            if self._names[self._latest] == asked[0] and self._born[self._latest]:
                 up[others[0]] = self._latest + 1
         self._up[at] = up
-        self._up_born[at] = self._born[up - 1] * (up > 0)
-        np.add.at(self._children, up[up > 0] - 1, 1)
+        up = up[up > 0] - 1
+        np.add.at(self._children, up, 1)
 
     def _place(self, at: Places) -> None:
         """Runs of slots in the order of their chains that have none yet."""
         runs = self._runs
-        like = self._like[at]
-        like[runs.serial[like] != self._like_serial[at]] = 0
+        like = runs.tagged(self._like[at])
         breaks = np.flatnonzero((like[1:] != like[:-1]) | (self._up[at[1:]] != at[:-1] + 1)) + 1
-        cuts = np.concatenate([[0], breaks])
-        made = runs.make(like[cuts])
-        new = made[like[cuts] == 0]
-        if len(new):
-            runs.last[new] = self._clock()
-            runs.path[new] = 1
-            runs.kind[new] = 3 * _SHAPE[2]
-        runs.put(at, cuts, made)
+        cuts = [0, *breaks.tolist()]
+        unknown = Use(self._clock(), _UNKNOWN)
+        parts = []
+        for begin, end, run in zip(cuts, [*cuts[1:], len(at)], like[cuts].tolist(), strict=True):
+            parts.append((begin, end, runs.make(runs.use(run) if run else unknown)))
+        runs.put(at, parts)
 
     # Ranking
 
     def insert(self, ids: Ids) -> None:
         if len(ids) == 0:
             return
-        if self._found is not None:
-            self._settle(None)
+        self._settle()
         self._changes += 1
         at = ids.astype(np.intp)
-        unplaced = at[self._runs.of[at] == 0]
-        if len(unplaced):
-            self._place(unplaced[::-1])
-        demoted = self._runs.of[at]
-        demoted = demoted[self._runs.until[demoted] == np.inf]
-        if len(demoted):
-            self._runs.favour[demoted], self._runs.until[demoted] = 1.0, 0.0
-        self._runs.rank(at)
+        runs = self._runs
+        here = runs.of[at]
+        if not here.all():
+            self._place(at[here == 0][::-1])
+            here = runs.of[at]
+        if self._demotions:
+            # What was demoted, and used since, is as good as others.
+            demoted = here[runs.favour[here] == 0.0]
+            runs.favour[demoted], runs.until[demoted] = 1.0, 0.0
+        runs.rank(at)
 
     def remove(self, ids: Ids) -> None:
-        if self._found is not None:
-            self._settle(None)
-        self._changes += 1
-        self._runs.hold(ids.astype(np.intp))
+        if len(ids):
+            self._settle()
+            self._changes += 1
+            self._runs.hold(ids.astype(np.intp))
 
     def forget(self, ids: Ids) -> None:
         if len(ids) == 0:
             return
-        if self._found is not None:
-            self._settle(None)
+        self._settle()
         self._changes += 1
         at = ids.astype(np.intp)
-        of = self._runs.of[at]
-        if of.all():
-            self._remember(self._names[at], of)
-        else:
-            some = of > 0
-            self._remember(self._names[at[some]], of[some])
+        self._remember(self._names[at], self._runs.tag[self._runs.of[at]])
         self._runs.take_out(at)
         up = self._up[at]
-        known = (up > 0) & (self._born[up - 1] == self._up_born[at])
-        np.subtract.at(self._children, up[known] - 1, 1)
-        self._children[at] = 0
+        # A parent that went before these has no children to count, nor has who came in its place.
+        known = up > 0
+        up = up[known] - 1
+        np.subtract.at(self._children, up, 1)
         self._up[at] = 0
         self._born[at] = 0
-        self._names[at] = 0
+        orphans = at[self._children[at] > 0]
+        if len(orphans):
+            self._up[np.flatnonzero(np.isin(self._up, orphans + 1))] = 0
+            self._children[orphans] = 0
 
     def _worth(self, runs: Places, now: float) -> _Floats:
         table = self._runs
         worth = self._times.index(table.kind[runs], now - table.last[runs])
-        riders = table.rider[runs]
-        on = np.flatnonzero(riders)
+        on = np.flatnonzero(table.rider[runs])
         if len(on):
-            rider = riders[on]
-            there = (table.serial[rider] == table.rider_serial[runs[on]]) & (table.held[rider] > 0)
-            on, rider = on[there], rider[there]
-            theirs = self._times.index(table.kind[rider], now - table.last[rider])
+            riders = table.tagged(table.rider[runs[on]])
+            there = table.held[riders] > 0
+            on, riders = on[there], riders[there]
+            theirs = self._times.index(table.kind[riders], now - table.last[riders])
             worth[on] = np.maximum(worth[on], theirs)
         until = table.until[runs]
         if until.any():
@@ -433,17 +435,17 @@ class CostPolicy:
         return runs, worth
 
     def wanted(self, facts: BlockFacts, room: int) -> npt.NDArray[np.bool_]:
-        if self._found is not None:
-            self._settle(None)
+        self._settle()
         take = np.ones(len(facts), dtype=np.bool_)
         need = len(facts) - room
         if need <= 0:
             return take
         runs, worth = self._ranked(need)
-        like = self._recall(facts.names)
+        names = facts.names[max(0, room) :]
+        like = self._recall(names, self._ghost_places(names))
         kinds = self._runs.kind[like]
-        kinds[like == 0] = 3 * _SHAPE[2]
-        mine = self._times.index(kinds, np.zeros(len(kinds)))[max(0, room) :]
+        kinds[like == 0] = _UNKNOWN
+        mine = self._times.worth[kinds, 0]
         theirs = np.repeat(worth, self._runs.idle[runs])[:need]
         less = np.flatnonzero(mine[: len(theirs)] < theirs)
         stop = int(less[0]) if len(less) else len(theirs)
@@ -490,8 +492,7 @@ class CostPolicy:
         return part
 
     def coldest(self, count: int) -> Ids:
-        if self._found is not None:
-            self._settle(None)
+        self._settle()
         return self._choose(count).astype(np.int32)
 
     def evict(self, count: int) -> Ids:
@@ -501,23 +502,20 @@ class CostPolicy:
         return ids
 
     def demote(self, ids: Ids) -> int:
-        if self._found is not None:
-            self._settle(None)
+        self._settle()
         at = ids.astype(np.intp)
         at = at[self._runs.ranked[at]]
         if len(at):
             self._changes += 1
             runs = self._runs
-            made = runs.make(runs.of[at[-1:]])
-            runs.put(at[::-1], np.zeros(1, dtype=np.intp), made)
-            runs.favour[made], runs.until[made] = 0.0, np.inf
+            made = runs.make(replace(runs.use(int(runs.of[at[-1]])), favour=0.0, until=np.inf))
+            runs.put(at[::-1], [(0, len(at), made)])
             self._demotions += 1
             runs.order[made] = -self._demotions
         return len(at)
 
     def retain(self, ids: Ids, retention: Retention) -> None:
-        if self._found is not None:
-            self._settle(None)
+        self._settle()
         if len(ids) == 0:
             return
         self._changes += 1
@@ -526,12 +524,6 @@ class CostPolicy:
         unplaced = at[runs.of[at] == 0]
         if len(unplaced):
             self._place(unplaced)
-        at = at[np.argsort(runs.place[at])]
-        of = runs.of[at]
-        cuts = cuts_of(of)
-        made = runs.make(of[cuts])
-        runs.order[made] = runs.order[of[cuts]]
-        runs.put(at, cuts, made)
         favour = 2.0 ** (retention.priority / weights["priority"])
         if retention.about_to_finish:
             favour *= weights["finish"]
@@ -541,13 +533,19 @@ class CostPolicy:
             due = now + retention.will_return
             late = due + max(weights["late"], retention.will_return / 2)
             until = late if retention.ttl is None else min(until, late)
-        runs.favour[made], runs.until[made], runs.due[made] = favour, until, due
+        at = at[np.argsort(runs.place[at])]
+        parts = []
+        for begin, end, run in stretches(runs.of[at]):
+            made = runs.make(replace(runs.use(run), favour=favour, until=until, due=due))
+            runs.order[made] = runs.order[run]
+            parts.append((begin, end, made))
+        runs.put(at, parts)
 
     def check_integrity(self) -> None:
-        if self._found is not None:
-            self._settle(None)
+        self._settle()
         self._runs.check_integrity()
-        up, held = self._up, np.flatnonzero(self._names)
-        known = held[(up[held] > 0) & (self._born[up[held] - 1] == self._up_born[held])]
-        if not np.array_equal(np.bincount(up[known] - 1, minlength=len(up)), self._children):
+        up = self._up[self._up > 0] - 1
+        if not np.array_equal(np.bincount(up, minlength=len(self._up)), self._children):
             raise IntegrityError("cost: a slot does not have as many children as it counts")
+        if not (self._born[self._up > 0].all() and self._born[up].all()):
+            raise IntegrityError("cost: a block that is not here has a parent or children")

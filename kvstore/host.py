@@ -49,6 +49,7 @@ from .events import Listener
 from .evicting import MOST_AGE, EvictReport, evict_from_cold, evict_from_host
 from .handles import Lease
 from .hashing import HASH_BYTES, space_id
+from .policy import DEFAULT_POLICY
 from .saved_spaces import SavedSpace, new_records, read_spaces
 from .shared import HostShared
 from .slots import SlotRecords
@@ -99,7 +100,7 @@ class HostStore:
         host_bytes: int,
         *,
         cold: ColdTier | None = None,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         device: str | None = None,
         extent_bytes: int | None = None,
         clean_ahead: float = 0.25,

@@ -36,6 +36,7 @@ from ..tiers.settings import (
 from .lineage import ChainPlace, ShortHashes, shortened
 
 __all__ = [
+    "DEFAULT_POLICY",
     "MOST_BLOCKS",
     "POLICY_GROUP",
     "BlockFacts",
@@ -55,6 +56,8 @@ MOST_BLOCKS: Final = (1 << 31) - 1
 POLICY_GROUP: Final = "kvpager.policies"
 """The group of entry points that add policies."""
 MOST_PRIORITY: Final = 100
+DEFAULT_POLICY: Final = "lru"
+"""Of a tier for which nobody names another."""
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 """int32 [n] of block or slot ids, no id twice."""

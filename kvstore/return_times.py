@@ -54,19 +54,15 @@ class _Ring:
     """The latest rows of a table of floats."""
 
     def __init__(self, columns: int) -> None:
-        self._rows = np.empty((columns, _KEPT))
+        self._rows = np.empty((_KEPT, columns))
         self.count = 0
 
-    def add(self, *columns: _Floats | _Kinds | float) -> None:
-        """Rows are as long as the last column."""
-        number = len(columns[-1])  # type: ignore[arg-type]
-        at = np.arange(self.count, self.count + number) % _KEPT
-        for row, column in zip(self._rows, columns, strict=True):
-            row[at] = column
-        self.count += number
+    def add(self, *row: float) -> None:
+        self._rows[self.count % _KEPT] = row
+        self.count += 1
 
-    def rows(self) -> npt.NDArray[np.float64]:
-        return self._rows[:, : min(self.count, _KEPT)]
+    def columns(self) -> _Floats:
+        return self._rows[: min(self.count, _KEPT)].T
 
 
 class ReturnTimes:
@@ -95,15 +91,15 @@ class ReturnTimes:
         self.worth = np.empty((self._kinds, _BINS))
         self._reckon(np.tile(self._unseen, (self._kinds, 1)))
 
-    def noted(self, serial: int) -> bool:
-        """Whether the use of this number is one that is noted: its return is to be told, too."""
-        return serial * 0x9E3779B1 % (1 << 32) >> (32 - self._thinned) == 0
+    def noted(self, number: int) -> bool:
+        """Whether a use of this number is one that is noted: its return is to be told, too."""
+        return (number * 0x9E3779B1 & 0xFFFFFFFF) >> (32 - self._thinned) == 0
 
-    def used(self, now: float, kinds: _Kinds, weights: _Floats) -> None:
-        """Uses of these kinds that are noted; the worth of places is reckoned anew when it is time."""
+    def used(self, now: float, kind: int, weight: float) -> None:
+        """A use of this kind that is noted; the worth of places is reckoned anew when it is time."""
         if self._turned_at is None:
             self._turned_at = now
-        self._used.add(now, kinds, weights)
+        self._used.add(now, kind, weight)
         if self._used.count >= self._thin_next:
             if now - self._turned_at < _SPAN and self._thinned < 24:
                 self._thinned += 1
@@ -114,9 +110,9 @@ class ReturnTimes:
             more = self._used.count // _FIT_SHARE
             self._fit_next = self._used.count + max(_FIRST_FIT, min(_MOST_BETWEEN, more))
 
-    def returned(self, now: float, since: _Floats, kinds: _Kinds, weights: _Floats) -> None:
-        """What was used in these ways then, and noted, is used again."""
-        self._returned.add(since, now - since, kinds, weights)
+    def returned(self, now: float, since: float, kind: int, weight: float) -> None:
+        """What was used in this way then, and noted, is used again."""
+        self._returned.add(since, now - since, kind, weight)
 
     def index(self, kinds: _Kinds, ages: _Floats) -> _Floats:
         """Uses per second of a place: what blocks of these kinds and ages are worth."""
@@ -128,11 +124,11 @@ class ReturnTimes:
     def fit(self, now: float) -> None:
         """Reckon the worth of places from what was seen."""
         kinds, width = self._kinds, _BINS + 1
-        times, kind, weight = self._used.rows()
+        times, kind, weight = self._used.columns()
         # Each was followed through the bins before the one that it is in now.
         seen = np.bincount(kind.astype(np.intp) * width + _bins(now - times), weight, kinds * width)
         at_risk = np.cumsum(seen.reshape(kinds, width)[:, ::-1], axis=1)[:, ::-1][:, 1:]
-        since, age, kind, weight = self._returned.rows()
+        since, age, kind, weight = self._returned.columns()
         if len(times):
             still = since >= times.min()
             since, age, kind, weight = since[still], age[still], kind[still], weight[still]

@@ -48,6 +48,7 @@ _HELD: Final = np.uint8(12)
 # and whether it may go.
 _RANKED: Final = np.uint8(16)
 _RANKED_USES: Final = np.uint8(19)
+_RANKED_SMALL: Final = np.uint8(20)
 _NOT_HOME: Final = np.uint8(255 - 12)
 _NOT_RANKED: Final = np.uint8(255 - 16)
 _NOT_USES: Final = np.uint8(255 - 3)
@@ -186,26 +187,42 @@ class S3FIFOPolicy:
 
     def forget(self, ids: Ids) -> None:
         turns, self._turns = self._turns, None
-        if not len(ids):
-            return
+        if len(ids):
+            self._leave(ids, turns if turns is not None and turns.were_for(ids) else None)
+
+    def _leave(self, ids: Ids, turns: _Turns | None, let_go: list[Followed] | None = None) -> None:
+        """These are not here any more.
+
+        Args:
+            turns: those in which they were chosen.
+            let_go: what they were let go of with; None: they were not yet.
+        """
         at = ids.astype(np.intp)
-        state = self._state[at]
-        home = state & _HOME
-        # Those that were never written are not remembered.
-        passed = ((home == _SMALL) & (self._place[at] > 0)) | (home == _HELD)
-        self._ghosts.add(self._chains.names[at[passed]])
-        if turns is not None and turns.were_for(ids) and self._go_on_after(turns, ids):
-            home = self._state[at] & _HOME
-        self._count -= int(np.count_nonzero(state & _RANKED))
-        self._here -= int(np.count_nonzero(home))
-        self._in_small -= int(np.count_nonzero(home == _SMALL))
+        home = self._state[at] & (_HOME | _RANKED)
+        if turns is not None and turns.whole and np.count_nonzero(home == _RANKED_SMALL) == len(ids):
+            # Nearly always: they pass through the small queue, and are remembered.
+            self._ghosts.add(self._chains.names[at])
+            self._go_on_after(turns, ids)
+            self._in_small -= len(ids)
+            self._count -= len(ids)
+        else:
+            ranked = int(np.count_nonzero(home & _RANKED))
+            home &= _HOME
+            # Those that were never written are not remembered.
+            passed = ((home == _SMALL) & (self._place[at] > 0)) | (home == _HELD)
+            self._ghosts.add(self._chains.names[at[passed]])
+            if turns is not None:
+                self._go_on_after(turns, ids)
+            self._belong(ids, _MAIN)
+            self._count -= ranked
+        self._here -= len(ids)
         self._state[at] = 0
         self._place[at] = 0
-        followed = self._chains.let_go(ids)
+        if let_go is None:
+            let_go = [self._chains.let_go(ids)]
         self._chains.forget(ids)
         if self._held:
-            self._held -= int(np.count_nonzero(home == _HELD))
-            self._free_held(followed.ids())
+            self._free_held(np.concatenate([one.ids() for one in let_go]))
 
     def _free_held(self, followed: _Indices) -> None:
         """Those of these blocks that were held only by those that followed them go next."""
@@ -254,40 +271,40 @@ class S3FIFOPolicy:
     def coldest(self, count: int) -> Ids:
         if self._turns is None or self._turns.asked != count:
             self._turns = self._take_turns(count)
+            for followed in self._turns.let_go:
+                self._chains.take_back(followed)
         return self._turns.going
 
     def evict(self, count: int) -> Ids:
-        going = self.coldest(count)
-        self.forget(going)
-        return going
+        self._turns = None
+        turns = self._take_turns(count)
+        if len(turns.going):
+            self._leave(turns.going, turns, turns.let_go)
+        return turns.going
 
     def _take_turns(self, count: int) -> _Turns:
-        """Find out what goes next. Only the result says what else would change."""
+        """Find out what goes next. Only the result says what else changes than what was let go of."""
         turns = _Turns(count, self._small.head, self._main.head, self._next.tail)
         left = min(count, self._count)
-        try:
-            while left > 0 and turns.next_tail > self._next.head:
-                left -= self._turn_of_next(turns, left)
-            over = self._in_small - int(self._small_share * self._here)
-            look = max(_LEAST_LOOK, left)
-            while left > 0:
-                main_is_over = turns.main_head == self._main.tail and not turns.again
-                if turns.small_head < self._small.tail and (over > 0 or main_is_over):
-                    moved, gone = self._turn_of_small(turns, look if main_is_over else min(look, over), left)
-                    over -= moved
-                elif not main_is_over:
-                    gone = self._turn_of_main(turns, look, left)
-                else:
-                    break
-                left -= gone
-                look *= 2
-            if left > 0:
-                self._let_go_anyway(turns, left)
-        finally:
-            for followed in turns.let_go:
-                self._chains.take_back(followed)
-            for ids, state in reversed(turns.states):
-                self._state[ids] = state
+        while left > 0 and turns.next_tail > self._next.head:
+            left -= self._turn_of_next(turns, left)
+        over = self._in_small - int(self._small_share * self._here)
+        look = max(_LEAST_LOOK, left)
+        while left > 0:
+            main_is_over = turns.main_head == self._main.tail and not turns.again
+            if turns.small_head < self._small.tail and (over > 0 or main_is_over):
+                moved, gone = self._turn_of_small(turns, look if main_is_over else min(look, over), left)
+                over -= moved
+            elif not main_is_over:
+                gone = self._turn_of_main(turns, look, left)
+            else:
+                break
+            left -= gone
+            look *= 2
+        if left > 0:
+            self._let_go_anyway(turns, left)
+        for ids, state in reversed(turns.states):
+            self._state[ids] = state
         if turns.parts:
             turns.going = turns.parts[0] if len(turns.parts) == 1 else np.concatenate(turns.parts)
         return turns
@@ -406,7 +423,9 @@ class S3FIFOPolicy:
         """Nothing else is left than blocks that others follow which are in use: the deepest ones go first."""
         held = np.flatnonzero((self._state & (_HOME | _RANKED)) == (_HELD | _RANKED)).astype(np.int32)
         order = np.argsort(self._chains.depths[held], kind="stable")[::-1]
-        turns.parts.append(held[order[:left]])
+        going = held[order[:left]]
+        turns.parts.append(going)
+        turns.let_go.append(self._chains.let_go(going))
 
     def _belong_for_now(self, turns: _Turns, ids: Ids, home: np.uint8) -> None:
         """These belong somewhere else until all turns are found out."""
@@ -414,16 +433,13 @@ class S3FIFOPolicy:
         turns.states.append((ids, state))
         self._state[ids] = (state & _NOT_HOME) | home
 
-    def _go_on_after(self, turns: _Turns, gone: Ids) -> bool:
-        """What was found out comes to be, of all blocks that have had their turn but for those that go.
-
-        Returns:
-            whether some of those that go may belong somewhere else now.
-        """
+    def _go_on_after(self, turns: _Turns, gone: Ids) -> None:
+        """What was found out comes to be, of all blocks that have had their turn but for those that go."""
         self._small.head, self._main.head = turns.small_head, turns.main_head
         self._next.tail = turns.next_tail
-        for ids in (*turns.stood, *turns.held):
-            self._place[ids] = 0
+        if not turns.whole:
+            for ids in (*turns.stood, *turns.held):
+                self._place[ids] = 0
         for ids in turns.held:
             self._belong(ids, _HELD)
         for ids in turns.in_use:
@@ -434,7 +450,6 @@ class S3FIFOPolicy:
             self._main.append(self._place, ids)
         if len(gone) < len(turns.going):
             self._go_next(turns.going[~np.isin(turns.going, gone)])
-        return bool(turns.held)
 
     def check_integrity(self) -> None:
         home, ranked = self._state & _HOME, (self._state & _RANKED) > 0
@@ -474,7 +489,12 @@ class _Turns:
     """Those that go once others have that follow them."""
     let_go: list[Followed] = field(default_factory=list)
     states: list[tuple[Ids, _States]] = field(default_factory=list)
-    """What is to be undone: what `ChainLeaves.let_go` returned, and states before they were changed."""
+    """What `ChainLeaves.let_go` returned; and states before they were changed, to be as they were."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all go that have had a turn."""
+        return not (self.held or self.again or self.in_use)
 
     def were_for(self, ids: Ids) -> bool:
         """Whether these are most of those that go, and nothing else."""
@@ -524,12 +544,11 @@ class _Queue:
         self, place: npt.NDArray[np.int64], start: int, stop: int
     ) -> tuple[Ids, npt.NDArray[np.int64]]:
         """What stands between two positions, and at which."""
-        entries = self._log[start:stop].copy()
+        entries = self._log[start:stop]
         stands = place[entries.astype(np.intp)] == self._places(start, stop)
-        at = np.arange(start, stop)
         if np.count_nonzero(stands) < len(stands):
-            return entries[stands], at[stands]
-        return entries, at
+            return entries[stands], np.flatnonzero(stands) + start
+        return entries.copy(), np.arange(start, stop)
 
     def _places(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         number = self._number

@@ -45,7 +45,7 @@ from .far import FarBlocks
 from .handles import Generations
 from .hashing import HASH_BYTES, ExtraKeys, Tokens, as_tokens, space_id
 from .lineage import ChainPlace, Lineage
-from .policy import Ids, Retention
+from .policy import DEFAULT_POLICY, Ids, Retention
 from .promotion import Install, Promotions
 from .prompt import NamedPrompt, PartialBlock, name_prompt
 from .session import Places, SessionRecord, SleepingSequence, session_key
@@ -100,7 +100,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Waste:
-    """Places for tokens in the device tier that are allocated, and how many hold tokens in use or to reuse."""
+    """Places for tokens in the device tier that are allocated, and how many hold some, in use or cached."""
 
     places: int
     tokens: int
@@ -147,7 +147,7 @@ class TieredStore:
         host: HostCalls | None = None,
         device: str = "cpu",
         max_sequences: int = 256,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         policy_weights: Mapping[str, float] | None = None,
         shard: str = "",
         mover: Mover | None = None,
@@ -719,7 +719,8 @@ class TieredStore:
         there &= (words & FAR) == 0
         private = np.zeros(words.shape, dtype=np.bool_)
         private[there] = self.pool.refs[self._device.blocks_at(words[there])] == 1
-        return private.sum(axis=1, dtype=np.int64)
+        blocks: npt.NDArray[np.int64] = private.sum(axis=1, dtype=np.int64)
+        return blocks
 
     def read_in_place(self, rows: npt.NDArray[np.int64]) -> int:
         """How many blocks of host memory a step of these rows reads where they lie; a shared one counts once.
@@ -786,7 +787,7 @@ class TieredStore:
         return self._device.evict(expect_integer("count", count, 0))
 
     def waste(self) -> Waste:
-        """How much of the device tier is allocated and holds nothing: rows' last blocks, copies on their way."""
+        """How much of the device tier is allocated and holds nothing: last blocks' ends, copies under way."""
         self._check_open()
         size = self.layout.block_size
         held = np.zeros(self.pool.capacity, dtype=np.int64)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from ..tiers.settings import expect_number, expect_seconds
-from .policy import EvictionPolicy, Losses, check_weights, make_policy
+from .policy import DEFAULT_POLICY, EvictionPolicy, Losses, check_weights, make_policy
 from .tenants import ANY_OTHER, check_quotas
 
 __all__ = ["RETENTION_TTL", "StoreSettings"]
@@ -33,7 +33,7 @@ class StoreSettings:
         ConfigError: a value is of a wrong type or out of range.
     """
 
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     clean_ahead: float = 0.25
     cold_deadline: float = 5.0
     quotas: Mapping[str, int] | None = field(default_factory=dict)

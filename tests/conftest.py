@@ -54,6 +54,7 @@ def usual_signals() -> None:
 def settings_of_this_machine() -> None:
     """They are not those of the tests' sidecars."""
     os.environ["KVPAGER_CONFIG"] = os.devnull
+    os.environ["KVPAGER_CALIBRATION"] = "/nonexistent/calibration.json"
 
 
 @pytest.fixture(scope="module", params=DEVICES)

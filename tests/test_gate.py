@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kvpager
 import numpy as np
 import pytest
 import torch
@@ -15,10 +16,11 @@ import transformers
 from kvpager.engine.llm import LLM
 from kvpager.engine.loader import LoadedModel, load_model
 from kvpager.engine.sampler import SamplingParams
+from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.space import HostSpace
 from kvpager.tests.engine_cases import check_nothing_is_held, evict_device
-from kvpager.tiers.cold import StatusArray
-from kvpager.tiers.cold_disk import DiskColdTier
+from kvpager.tests.raw_client import Running
+from kvpager.tests.throttled_disk import ThrottledDisk
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -30,23 +32,6 @@ FAST = 40e6
 WITHIN = 1.05
 ROUNDS = 7
 MOST_ROUNDS = 40
-
-
-class ThrottledDisk(DiskColdTier):
-    """A disk tier that reads no more than so many bytes a second."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, capacity_bytes=1 << 30)
-        self.bytes_per_second = float("inf")
-
-    def _get_blocks(
-        self, space: bytes, hashes: Sequence[bytes], views: Sequence[memoryview], until: float
-    ) -> StatusArray:
-        began, nbytes = time.monotonic(), sum(view.nbytes for view in views)
-        status = super()._get_blocks(space, hashes, views, until)
-        while time.monotonic() < min(began + nbytes / self.bytes_per_second, until):
-            time.sleep(0.002)
-        return status
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +192,45 @@ def test_an_engine_learns_what_its_prefill_takes(make: MakeEngine) -> None:
     assert cost is not None
     taken = statistics.median(first_token(llm, prompt(20 + number))[0] for number in range(5))
     assert taken / 2 < cost.seconds(0, PROMPT) < taken * 2
+
+
+def test_an_engine_on_a_sidecar_is_told_what_loads_took_there_and_keeps_back_what_does_not_pay(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    disk = ThrottledDisk(tmp_path / "cold")
+    sizes: dict[str, Any] = {"device_blocks": 160, "max_sequences": 2}
+    with (
+        HostStore(32 << 20, cold=disk) as host,
+        Running(tmp_path / "socket", host),
+        kvpager.connect(tmp_path / "socket", timeout=20.0) as client,
+        LLM(loaded, device="cpu", block_size=BLOCK, host=client, **sizes) as llm,
+    ):
+        space = host.spaces[0]
+        tokens = prompt(6)
+
+        def ask() -> int:
+            (done,) = llm.generate([tokens], ONE)
+            llm.store.poll()
+            evict_device(llm)
+            client.flush()
+            until = time.monotonic() + 20
+            while space.resident:
+                assert time.monotonic() < until, "something still has a lease"
+                space.evict(space.capacity)
+            return done.cached.cold
+
+        llm.generate([prompt(1000 + number)[: 100 * number] for number in range(1, 6)], ONE)
+        ask()
+        disk.bytes_per_second = FAST
+        for _ in range(3):
+            assert ask() == PROMPT - BLOCK
+        link = llm.store.costs.cold.cost
+        assert link is not None
+        nbytes = PROMPT // BLOCK * llm.layout.block_bytes
+        assert nbytes / FAST / 2 < link.seconds(nbytes) < nbytes / FAST * 10
+        disk.bytes_per_second = FAST / 100
+        until = time.monotonic() + 30
+        while not llm.store.stats.gated_tokens:
+            assert time.monotonic() < until, "all of it was loaded, slow as it was"
+            ask()
+        disk.bytes_per_second = FAST

@@ -54,6 +54,8 @@ class Tier:
                 break
             found.append(self.held[name])
         rest = [name for name in chain[len(found) :] if name not in self.held]
+        # What is there beyond a gap is in use while the gap is filled.
+        beyond = [self.held[name] for name in chain[len(found) :] if name in self.held]
         places = {name: at for at, name in enumerate(chain)}
         policy = self.policy
         if policy.learns:
@@ -61,7 +63,7 @@ class Tier:
                 policy.found(ids(found))
             if rest:
                 policy.missed(self._facts(chain, places, rest))
-        self.take(found)
+        self.take(found + beyond)
         self._room_for(len(rest))
         rest = rest[: len(self._free)]
         new = [self._free.pop() for _ in rest]
@@ -73,7 +75,8 @@ class Tier:
             self.leased[one] = 1
         self.hits += len(found)
         self._prove()
-        return found + new
+        mine = {*found, *beyond, *new}
+        return [self.held[name] for name in chain if self.held.get(name) in mine]
 
     def _facts(self, chain: list[int], places: dict[int, int], names: list[int]) -> BlockFacts:
         at = [places[name] for name in names]

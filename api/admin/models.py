@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from ...kvstore.policy import policy_names
+from ...kvstore.policy import DEFAULT_POLICY, policy_names
 from ...tiers.settings import MOST_SECONDS
 
 __all__ = [
@@ -89,7 +89,7 @@ _MOST_COUNT: Final = 1 << 53
 _MOST_WAIT: Final = 60.0
 """What a request of the sidecar waits at most."""
 _MOST_DEADLINE: Final = 600.0
-_POLICY: Final = "lru"
+_POLICY: Final = DEFAULT_POLICY
 
 T = TypeVar("T")
 
