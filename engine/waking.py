@@ -54,16 +54,14 @@ class HostBudget:
     def blocks(self) -> float:
         """What a step may read in place beside others that are awake, in blocks.
 
-        All there is where nothing was ever copied up or read in place, so that what that takes is not known;
-        none before a step was measured.
+        None where it is not known what that takes: what is copied up first says so. None either before a step
+        was measured.
         """
         if self._swap is Swap.COPY:
             return 0.0
         cost = self._store.costs.model
         seconds = cost.in_place.seconds_per_byte * cost.block_bytes
-        if not seconds:
-            return math.inf
-        return _SHARE * (self._pace.step_seconds or 0.0) / seconds
+        return _SHARE * (self._pace.step_seconds or 0.0) / seconds if seconds else 0.0
 
     def copies_at_once(self) -> float:
         """Blocks that may be on their way up at a time beside a step.
