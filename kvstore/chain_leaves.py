@@ -186,7 +186,7 @@ class ChainLeaves:
         counted = np.zeros_like(self.followers)
         waiting: dict[int, int] = {}
         for name in self.parents[ids].tolist():
-            if name in self._ids:
+            if name and name in self._ids:
                 counted[self._ids[name]] += 1
             elif name:
                 waiting[name] = waiting.get(name, 0) + 1

@@ -348,7 +348,11 @@ class CostPolicy:
         unknown = Use(self._clock(), _UNKNOWN)
         parts = []
         for begin, end, run in zip(cuts, [*cuts[1:], len(at)], like[cuts].tolist(), strict=True):
-            parts.append((begin, end, runs.make(runs.use(run) if run else unknown)))
+            made = runs.make(runs.use(run) if run else unknown)
+            parts.append((begin, end, made))
+            before = int(self._up[at[begin]])
+            if before:
+                runs.rider[runs.of[before - 1]] = runs.tag[made]
         runs.put(at, parts)
 
     # Ranking
@@ -456,13 +460,13 @@ class CostPolicy:
         """Slots that go first, the first one first: of each run from its end, and none before its children."""
         left = min(count, self._runs.count)
         chosen = _NONE
-        everything = False
+        everything = again = False
         while left > 0:
             before = left
             runs, _ = self._ranked(self._runs.count if everything else left)
             for run in runs.tolist():
                 part = self._runs.last_ranked(run, left)
-                if len(chosen):
+                if again:
                     part = part[~np.isin(part, chosen)]
                 part = self._without_children(part, chosen)
                 if len(part):
@@ -477,13 +481,14 @@ class CostPolicy:
                     rest[chosen] = False
                     return np.concatenate([chosen, np.flatnonzero(rest)[:left]])
                 everything = True
+            again = True
         return chosen
 
     def _without_children(self, part: Places, chosen: Places) -> Places:
         """The leading slots of these that have no children but those before them and these."""
         if len(part) == 0:
             return part
-        children = self._children[part].copy()
+        children = self._children[part]
         children[1:] -= self._up[part[:-1]] == part[1:] + 1
         for at in np.flatnonzero(children).tolist():
             gone = np.count_nonzero(self._up[chosen] == part[at] + 1) if len(chosen) else 0

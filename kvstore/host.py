@@ -256,7 +256,7 @@ class HostStore:
             after = replace(before, **{name: value for name, value in given.items() if value is not None})
             if (after.policy, after.policy_weights) != (before.policy, before.policy_weights):
                 spaces = self._spaces.values()
-                for put_in_place in [space.ranked_by(after) for space in spaces]:
+                for put_in_place in [space.ranked_by(after.make_policy) for space in spaces]:
                     put_in_place()
             shared.configure(after)
         return before.differences(after)

@@ -77,7 +77,7 @@ class ReturnTimes:
     """
 
     def __init__(self, groups: Sequence[_Kinds], prior: float, lindy: float) -> None:
-        self._groups = groups
+        self._members = [np.equal.outer(np.arange(group.max() + 1), group) * 1.0 for group in groups]
         self._kinds = len(groups[-1])
         self._prior = prior
         self._unseen = 1.0 - np.exp2(-lindy * np.log2(1.0 + _WIDTHS / (_EDGES + _FIRST)))
@@ -143,13 +143,10 @@ class ReturnTimes:
         events = np.bincount((which * _BINS + after)[whole], weight[whole], kinds * _BINS)
         events = events.reshape(kinds, _BINS)
         chance = np.tile(self._unseen, (kinds, 1))
-        for group in self._groups:
-            number = int(group.max()) + 1
-            sums = np.zeros((3, number, _BINS))
-            for total, of_kind in zip(sums, (events, at_risk, chance), strict=True):
-                np.add.at(total, group, of_kind)
-            told = sums[2] / np.bincount(group, minlength=number)[:, None]
-            chance = ((sums[0] + self._prior * told) / (sums[1] + self._prior))[group]
+        for members in self._members:
+            told = (members @ chance) / members.sum(axis=1, keepdims=True)
+            share = (members @ events + self._prior * told) / (members @ at_risk + self._prior)
+            chance = members.T @ share
         self._reckon(np.clip(chance, 1e-9, 0.9))
 
     def _reckon(self, chance: _Floats) -> None:

@@ -325,7 +325,7 @@ class S3FIFOPolicy:
         state = self._state[ids]
         # Below _RANKED it comes round to far above.
         cold = ((state & _RANKED_USES) - _RANKED) < self._promote_uses
-        count = np.count_nonzero(cold)
+        count = int(np.count_nonzero(cold))
         if count > left:
             cut = int(cold.nonzero()[0][left - 1]) + 1
             stop, count = int(at[cut - 1]) + 1, left

@@ -49,7 +49,7 @@ from .lineage import (
     shortened,
 )
 from .loading import ColdLoad
-from .policy import Ids, Retention, expect_retention
+from .policy import EvictionPolicy, Ids, Losses, Retention, expect_retention
 from .purging import HeldSlots, PurgeReport, SpacePurges
 from .room import SpaceRoom
 from .shared import HostShared
@@ -57,7 +57,6 @@ from .slot_looks import SlotCounts
 from .slot_space import SlotSpace
 from .slots import SlotRecords
 from .status import SpaceStatus
-from .store_settings import StoreSettings
 from .timed_pins import TimedPin, TimedPins
 
 __all__ = ["HostSpace"]
@@ -237,7 +236,7 @@ class HostSpace(SlotSpace):
         with self._shared.lock():
             self._shared.check_open()
             good = self._records.committed(slots, generations)
-            self._records.take_leases(slots if good.all() else slots[good])
+            self._records.take_leases(slots[good])
             return good
 
     def release(self, slots: Ids, generations: Generations) -> None:
@@ -876,14 +875,13 @@ class HostSpace(SlotSpace):
             )
         return replace(known, slots=records.looks.count(extents))
 
-    def ranked_by(self, settings: StoreSettings) -> Callable[[], None]:
-        """Have the policy of other settings rank the blocks that may go, in their order; returns what puts it
-        in place.
+    def ranked_by(self, policy: Callable[[Losses], EvictionPolicy]) -> Callable[[], None]:
+        """Have a new policy rank the blocks that may go, in their order; returns what puts it in place.
 
         With the lock held until then.
         """
-        other = settings.make_policy(self._records.losses)
-        return partial(self._records.use_policy, self._records.ranked_by(other))
+        ranked = self._records.ranked_by(policy(self._records.losses))
+        return partial(self._records.use_policy, ranked)
 
     def tell_costs(self, costs: CostModel) -> None:
         """What loading and computing blocks of this space takes, as an engine knows it.

@@ -50,13 +50,13 @@ class StoreSettings:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        self.make_policy(None)
+        self.make_policy()
 
-    def make_policy(self, losses: Losses | None) -> EvictionPolicy:
+    def make_policy(self, losses: Losses | None = None) -> EvictionPolicy:
         """One that ranks the blocks of a space by these settings.
 
         Args:
-            losses: what losing blocks costs, as far as that is known.
+            losses: what losing blocks of the space costs; None: all alike.
         """
         return make_policy(self.policy, 0, losses=losses, weights=self.policy_weights)
 

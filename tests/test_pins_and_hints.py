@@ -14,6 +14,7 @@ from kvpager.api.client_async import connect_async
 from kvpager.api.messages import Count, Hint, Pin, Unpin
 from kvpager.kvstore import space as space_module
 from kvpager.kvstore.host import HostStore
+from kvpager.kvstore.policy import Retention
 from kvpager.kvstore.space import HostSpace
 from kvpager.kvstore.timed_pins import PinClock
 from kvpager.tests.raw_client import LAYOUT, RawClient, Running, await_true, names, store
@@ -216,6 +217,40 @@ def test_pins_and_hints_go_through_a_sidecar(host: HostStore, tmp_path: Path) ->
         assert asyncio.run(ask()) == (1, 1)
         with pytest.raises(ConfigError, match="ttl: "):
             client.call(Pin(number, names(0, 1), -1.0))
+
+
+def test_advice_on_keeping_blocks_goes_through_a_sidecar(tmp_path: Path) -> None:
+    hashes = [bytes([at]) * 16 for at in range(40)]
+    with HostStore(8 * SIZE, extent_bytes=EXTENT, policy="s3fifo") as host:
+        assert host.arena.wait_ready(2, timeout=30.0)
+        with Running(tmp_path / "socket", host) as running, RawClient(running.path) as client:
+            number = client.open()
+            with connect(str(running.path)) as connection:
+                space = connection.space(LAYOUT)
+                assert space.put(hashes[:6], np.zeros((6, SIZE), np.uint8)) == 6
+                assert space.hint(hashes[:1], wanted=True, retention=Retention(will_return=60.0)) == 1
+                with pytest.raises(ConfigError, match="retention: "):
+                    space.hint(hashes[:1], wanted=True, retention={"priority": 1})  # type: ignore[arg-type]
+
+                async def ask() -> int:
+                    async with await connect_async(str(running.path)) as another:
+                        advice = Retention(priority=5, ttl=60.0)
+                        opened = await another.space(LAYOUT)
+                        return await opened.hint(hashes[1:2], wanted=True, retention=advice)
+
+                assert asyncio.run(ask()) == 1
+                # What a later client says beside is passed over; one that says nothing may be an earlier one.
+                later = {"about_to_finish": True, "colour": "green"}
+                assert client.call(Hint(number, tuple(hashes[2:3]), True, later), Count).count == 1
+                assert client.call(Hint(number, tuple(hashes[3:4]), True), Count).count == 1
+                with pytest.raises(ConfigError, match="priority: "):
+                    client.call(Hint(number, tuple(hashes[3:4]), True, {"priority": "high"}))
+                for at in range(10, 40):
+                    assert space.put(hashes[at : at + 1], np.zeros((1, SIZE), np.uint8)) == 1
+        known = host.space(LAYOUT)
+        there = [at for at in range(6) if len(known.lease_resident(hashes[at : at + 1]))]
+        assert there == [0, 1, 2]
+        host.check_integrity()
 
 
 def test_a_pin_with_a_time_ends_with_its_sidecar_and_one_without_does_not(tmp_path: Path) -> None:

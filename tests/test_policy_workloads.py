@@ -1,4 +1,4 @@
-"""Workloads that are hard on an eviction policy, on a real store: a scan, a loop, all alike, none alike, a flood."""
+"""Workloads that are hard on an eviction policy, on real stores: a scan, a loop, a flood, all alike, none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.lineage import ChainPlace, Lineage
+from kvpager.kvstore.policy import Retention
 from kvpager.kvstore.space import HostSpace
+from kvpager.kvstore.store import TieredStore
 from kvpager.tests.raw_client import LAYOUT
+from kvpager.tiers.errors import ConfigError
 
 BLOCKS = 256
 POLICIES = ("cost", "lru", "s3fifo")
@@ -140,3 +143,26 @@ def test_two_stores_that_are_told_the_same_keep_the_same(policy: str) -> None:
             space = host.space(LAYOUT)
             kept.append([serve(space, one) for one in asked])
     assert kept[0] == kept[1]
+
+
+def test_advice_of_an_engine_reaches_its_device_tier_and_host_memory() -> None:
+    with HostStore(64 * LAYOUT.block_bytes, policy="s3fifo") as host:
+        tiered = TieredStore(LAYOUT, 8, root=bytes(16), host=host, policy="s3fifo")
+        size = LAYOUT.block_size
+        rows = [tiered.open(np.arange(size, dtype=np.int32) + at * size) for at in range(3)]
+        for at, opened in enumerate(rows):
+            one = np.array([opened.row])
+            tiered.reserve(one, size)
+            tiered.advance(opened.row, np.arange(size, dtype=np.int32) + at * size)
+        slept = [tiered.sleep(opened.row) for opened in rows]
+        tiered.flush()
+        advice = Retention(will_return=30.0)
+        assert tiered.retain(slept[1].hashes, advice) == 1
+        assert tiered.retain([], advice) == 0
+        assert tiered.evict(2) == 2
+        assert [name in tiered.pool.index for one in slept for name in one.hashes] == [False, True, False]
+        assert host.stats.hinted_wanted == 1
+        with pytest.raises(ConfigError, match="retention"):
+            tiered.retain(slept[1].hashes, None)  # type: ignore[arg-type]
+        tiered.check_integrity()
+        tiered.close()

@@ -658,6 +658,41 @@ def test_another_policy_goes_on_with_the_order_of_the_one_before(
     host.check_integrity()
 
 
+def test_weights_are_those_of_the_policy_and_go_with_it(running: Running, operator: RawClient) -> None:
+    space = operator.open()
+    store(operator, space, 0, 40)
+    known = running.host.space(LAYOUT)
+
+    def order() -> list[int]:
+        policy = known._records._policy
+        ranked: list[int] = policy.coldest(len(policy)).tolist()
+        return ranked
+
+    before = order()
+    weights = {"small_share": 0.2}
+    with pytest.raises(ConfigError, match="policy_weights: 'lru' has no weight"):
+        operator.call(Configure({"policy_weights": weights}))
+    changed = operator.call(
+        Configure({"policy": "s3fifo", "policy_weights": weights, "retention_ttl": 60}), Configured
+    ).changed
+    assert changed == {
+        "policy": ("lru", "s3fifo"),
+        "policy_weights": ({}, weights),
+        "retention_ttl": (600.0, 60.0),
+    }
+    assert order() == before
+    running.host.check_integrity()
+    assert operator.call(Configure({"policy_weights": {"small_share": 0.3}}), Configured).changed == {
+        "policy_weights": (weights, {"small_share": 0.3})
+    }
+    assert order() == before
+    assert operator.call(Configure({"policy": "lru"}), Configured).changed == {
+        "policy": ("s3fifo", "lru"),
+        "policy_weights": ({"small_share": 0.3}, {}),
+    }
+    assert order() == before
+
+
 # Draining
 
 

@@ -335,6 +335,9 @@ def test_a_sequence_wakes_far_when_its_vram_was_taken_and_is_promoted_later() ->
         one.mover.held = False
         one.store.poll()
         assert one.far(opened.row) == [False, False, False, True]
+        link = one.store.costs.copy.cost  # what that took is known from now on
+        assert link is not None
+        assert link.seconds(LAYOUT.block_bytes) > 0
         assert one.store.far_blocks(opened.row) == 1
         one.compute(opened.row, array(7))
         assert one.read(opened.row) == [*PROMPT.tolist(), 7]
