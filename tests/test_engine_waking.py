@@ -224,7 +224,7 @@ def test_beside_others_it_is_attended_at_once_within_the_budget_and_copied_up_be
     engine.mover.held = False
     step = engine.step()
     assert step is not None
-    assert back.row in step.rows
+    assert back.row in step.sampled_rows
     assert step.read_in_place == 0
 
 
