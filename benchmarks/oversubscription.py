@@ -119,7 +119,7 @@ def _chats(sessions: int, vocabulary: int) -> ChatWorkload:
 
 _REHEARSAL: Final = Window(0.0, 2.0, 10)
 _GPU_WINDOW: Final = Window(6.0, 6.0)
-_GPU_RECOMPUTE: Final = Window(10.0, 8.0)
+_GPU_RECOMPUTE: Final = Window(6.0, 6.0)
 
 SCENES: Final = {
     "1b": Scene(

@@ -184,7 +184,8 @@ def wake(
     }
     rows = []
     rewriting: dict[str, Any] = {}
-    for mode in modes:
+    for at, mode in enumerate(modes):
+        messages = 100_000 * (1 + at)  # what one mode kept another does not find
         with engine(loaded, mode, host, **sizes) as llm:
             # Also where nothing is kept below: the same is computed for all.
             llm.generate([*histories.values()], greedy(1))
@@ -193,13 +194,17 @@ def wake(
                 seconds = []
                 for number in range(_CAPTURES + scene.wakes):
                     _forget_vram(llm)
-                    prompt = np.concatenate([history, scene.tokens(_MESSAGE, 10_000 + number)])
+                    prompt = np.concatenate([history, scene.tokens(_MESSAGE, messages + number + count)])
                     seconds.append(_first_token(llm, prompt))
                 found = percentiles(np.array(seconds[_CAPTURES:]))
                 rows.append({"mode": mode, "tokens": count, "awake": 0, "first_token_s": found})
                 say(f"wake {mode:>9} {count:6} tokens: first token {found['p50']:.4f} / {found['p99']:.4f} s")
             rows.append(
-                {"mode": mode, "tokens": scene.longest, **_beside(llm, scene, histories[scene.longest])}
+                {
+                    "mode": mode,
+                    "tokens": scene.longest,
+                    **_beside(llm, scene, histories[scene.longest], messages),
+                }
             )
             say(f"wake {mode:>9} beside {scene.awake}: {rows[-1]}")
             if mode == "attend":
@@ -213,10 +218,14 @@ def _steps(scene: Scene) -> int:
     return 5 * (scene.wakes + _CAPTURES) * scene.wake_every
 
 
-def _beside(llm: LLM, scene: Scene, history: Tokens) -> dict[str, Any]:
-    """How long tokens of sequences that are awake take, undisturbed and while a session wakes ever again."""
+def _beside(llm: LLM, scene: Scene, history: Tokens, messages: int) -> dict[str, Any]:
+    """How long tokens of sequences that are awake take, undisturbed and while a session wakes ever again.
+
+    Args:
+        messages: seed of the first message of the session that wakes.
+    """
     awake = [
-        llm.submit(scene.tokens(scene.awake_tokens, 20_000 + number), greedy(_steps(scene)))
+        llm.submit(scene.tokens(scene.awake_tokens, messages + 20_000 + number), greedy(_steps(scene)))
         for number in range(scene.awake)
     ]
     ids = np.array([request.id for request in awake], dtype=np.int64)
@@ -250,11 +259,13 @@ def _beside(llm: LLM, scene: Scene, history: Tokens) -> dict[str, Any]:
         return first, meter.gaps(ids)
 
     steps(_CAPTURES, None)
-    steps(_CAPTURES, 30_000)
+    steps(_CAPTURES, messages + 30_000)
+    before = llm.scheduler.stats.snapshot()
     _, quiet = steps(scene.wakes, None)
-    first, disturbed = steps(scene.wakes, 40_000)
+    first, disturbed = steps(scene.wakes, messages + 40_000)
+    after = llm.scheduler.stats.snapshot()
     # The same prompts of a session that did not sleep: what computing them takes from the others.
-    _, prompted = steps(scene.wakes, 50_000, sleeps=False)
+    _, prompted = steps(scene.wakes, messages + 50_000, sleeps=False)
     for request in awake:
         llm.abort(request)
     return {
@@ -263,6 +274,7 @@ def _beside(llm: LLM, scene: Scene, history: Tokens) -> dict[str, Any]:
         "between_tokens_s": percentiles(disturbed),
         "between_tokens_undisturbed_s": percentiles(quiet),
         "between_tokens_prompted_s": percentiles(prompted),
+        "came_back": {name: after[name] - before[name] for name in after},
     }
 
 

@@ -264,6 +264,7 @@ def test_who_wakes_far_is_installed_by_the_step_that_reads_it(
         evict_device(llm)
         assert pair[1].sleeping is not None
         promoted += len(pair[1].sleeping.hashes)
+        llm.store.costs.in_place.moved(1 << 30, 1e-6)  # so little that it is not copied up beside the other
         llm.step()
         assert pair[1].row is not None
         assert llm.store.far_blocks(pair[1].row) == 0
