@@ -32,8 +32,7 @@ SOURCES: Final = (
     "prefill_attention",
     "engine_pages",
     "copy_blocks",
-    "oversubscription_1b",
-    "oversubscription_8b",
+    "oversubscription",
     "waking",
 )
 AREA: Final = re.compile(r"\bp[0-9a-f]{10}\b")
@@ -431,18 +430,9 @@ SWAPS: Final = {"attend": "kvpager", "copy": "copied in before", "recompute": "c
 """What the ways to make room in VRAM are called."""
 
 
-def oversubscription_1b(results: Results) -> Plot:
-    """More sessions than VRAM holds, a small model."""
-    return _oversubscription("oversubscription_1b", results)
-
-
-def oversubscription_8b(results: Results) -> Plot:
-    """More sessions than VRAM holds, a larger model."""
-    return _oversubscription("oversubscription_8b", results)
-
-
-def _oversubscription(name: str, results: Results) -> Plot:
-    cases = results[name]["cases"]
+def oversubscription(results: Results) -> Plot:
+    """More sessions than VRAM holds, by what becomes of those that have no room."""
+    cases = results["oversubscription"]["cases"]
     by = {(case["mode"], case["share"]): case for case in cases}
     shares = tuple(dict.fromkeys(case["share"] for case in cases))
     columns = {mode: [by[mode, share] for share in shares] for mode in SWAPS}
@@ -463,7 +453,7 @@ def _oversubscription(name: str, results: Results) -> Plot:
         )
         panels.append(Panel(f"{what}, 99th percentile", "ms", labels, series, decimals=1))
     shape = cases[0]["shape"]
-    return Plot(name, f"{shape}: more sessions than VRAM holds", tuple(panels))
+    return Plot("oversubscription", f"{shape}: more sessions than VRAM holds", tuple(panels))
 
 
 def waking(results: Results) -> Plot:
@@ -485,10 +475,11 @@ def waking(results: Results) -> Plot:
     awake = next(count for _, _, count in rows if count)
     beside = {mode: rows[mode, lengths[-1], awake] for mode in SWAPS}
     quiet = {mode: row["between_tokens_undisturbed_s"]["p99"] * 1e3 for mode, row in beside.items()}
+    prompted = {mode: row["between_tokens_prompted_s"]["p99"] * 1e3 for mode, row in beside.items()}
     woken = {mode: row["between_tokens_s"]["p99"] * 1e3 for mode, row in beside.items()}
     of_others = (
-        *(Series(SWAPS[mode], (quiet[mode], woken[mode])) for mode in SWAPS),
-        Series("target", (None, min(1.15 * quiet["attend"], woken["copy"])), "target"),
+        *(Series(SWAPS[mode], (quiet[mode], prompted[mode], woken[mode])) for mode in SWAPS),
+        Series("target", (None, None, min(1.15 * quiet["attend"], woken["copy"])), "target"),
     )
     larger = found["larger"]
     ceiling = larger["ceiling_gb_per_s"]
@@ -509,7 +500,11 @@ def waking(results: Results) -> Plot:
         Panel(
             f"Between two tokens of {awake} others, 99th percentile",
             "ms",
-            ("undisturbed", f"while {lengths[-1]:,} tokens wake"),
+            (
+                "undisturbed",
+                "while a session that did not sleep has a prompt",
+                f"while one of {lengths[-1]:,} tokens wakes",
+            ),
             of_others,
             decimals=1,
         ),
@@ -539,8 +534,7 @@ MAKERS: Final[tuple[Callable[[Results], Plot], ...]] = (
     install,
     prefill,
     engine_pages,
-    oversubscription_1b,
-    oversubscription_8b,
+    oversubscription,
     waking,
 )
 
