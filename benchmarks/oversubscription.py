@@ -117,7 +117,7 @@ def _chats(sessions: int, vocabulary: int) -> ChatWorkload:
     return ChatWorkload(sessions, 1952, 32, 64, vocabulary, 16)
 
 
-_REHEARSAL: Final = Window(0.0, 2.0, 20)
+_REHEARSAL: Final = Window(0.0, 2.0, 10)
 _GPU_WINDOW: Final = Window(6.0, 6.0)
 _GPU_RECOMPUTE: Final = Window(10.0, 8.0)
 
@@ -147,8 +147,8 @@ QUICK: Final = Scene(
     torch.float32,
     ChatWorkload(30, 64, 8, 8, TINY.vocabulary, 8),
     16 << 20,
-    Window(0.0, 30.0, turns=24),
-    Window(0.0, 30.0, turns=24),
+    Window(0.0, 30.0, turns=18),
+    Window(0.0, 30.0, turns=18),
 )
 
 

@@ -134,7 +134,7 @@ QUICK: Final = Scene(
     document=256,
     sessions=20,
     answer=8,
-    seconds=0.5,
+    seconds=0.3,
 )
 _MESSAGE: Final = 16
 """Tokens that a session says when it wakes."""

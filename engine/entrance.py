@@ -334,6 +334,8 @@ class Entrance:
         Once for each row that came to far blocks: to try again whenever a block is free would take from the
         others what they are about to want. All of its far blocks cross the bus in this step in any case.
         """
+        if not self._came_far:
+            return None
         came = np.array([row for row in readers.tolist() if row in self._came_far], dtype=np.int64)
         if not len(came):
             return None

@@ -230,7 +230,9 @@ class Scheduler:
         if not len(rows) and not chunks:
             return None
         lengths = self.store.lengths[rows]
-        readers = np.concatenate([rows, np.array([chunk.row for chunk in chunks], dtype=np.int64)])
+        readers = rows
+        if chunks:
+            readers = np.concatenate([rows, np.array([chunk.row for chunk in chunks], dtype=np.int64)])
         install = entrance.bring_near(readers)
         step = Step(
             rows,
