@@ -1,4 +1,4 @@
-"""Plots of what was measured on a GPU: from ``results/*.json`` to SVG files for docs/performance.md.
+"""Plots of what was measured: from ``results/*.json`` to SVG files for docs/performance.md.
 
 Every plot shows kvpager's figures beside its peers', the physical ceiling of each as a solid line and the
 target as a dashed one. What a file draws stands in its description too, in words: for those who do not see
@@ -28,6 +28,7 @@ __all__ = ["Panel", "Plot", "Results", "Series", "draw", "plots", "read_results"
 FOLDER: Final = Path(__file__).resolve().parent / "results"
 FIGURES: Final = Path(__file__).resolve().parents[1] / "docs" / "figures"
 SOURCES: Final = (
+    "replay",
     "decode_attention",
     "prefill_attention",
     "engine_pages",
@@ -49,9 +50,9 @@ STYLE: Final[dict[Any, Any]] = {
     "axes.spines.right": False,
 }
 COLOURS: Final = {
-    "kvpager": ("#1f5fa8", "#86b4e0"),
+    "kvpager": ("#1f5fa8", "#86b4e0", "#0d2f57"),
     "FlashInfer": ("#e0903a", "#f2c68f"),
-    "": ("#5d9e6b", "#a5cfae", "#b8b8b8"),
+    "": ("#5d9e6b", "#a5cfae", "#b8b8b8", "#c9a24b", "#a8443f", "#7d5ba6"),
 }
 """By whose a series is: the beginning of its name."""
 INCHES: Final = 8.2
@@ -176,6 +177,22 @@ def _batch(case: str) -> str:
 
 def _size(count: int) -> str:
     return format_bytes(count).replace(".0 ", " ")
+
+
+def replay(results: Results) -> Plot:
+    """Hit ratios of policies over the size of host memory."""
+    panels = []
+    for trace, title in (("conversation", "Mooncake's conversation trace"), ("chats", "chats that are made")):
+        rows = [row for row in results["replay"] if row["trace"] == trace]
+        sizes = tuple(f"{size:,}" for size in dict.fromkeys(row["blocks"] for row in rows))
+        for key, what in (("hit_blocks", "blocks found"), ("hit_seconds", "seconds of prefill saved")):
+            series = []
+            for name, kind in {row["policy"]: row["kind"] for row in rows}.items():
+                values = _column((row for row in rows if row["policy"] == name), key, 100.0)
+                shown = f"kvpager, {name}" if kind == "policy" else name
+                series.append(Series(shown, values, "ceiling" if kind == "bound" else "measured"))
+            panels.append(Panel(f"{title}: {what}", "%", sizes, tuple(series), 1, 0.0, "lines"))
+    return Plot("replay", "Policies, over blocks of 512 tokens in host memory", tuple(panels))
 
 
 def hbm(results: Results) -> Plot:
@@ -526,6 +543,7 @@ def waking(results: Results) -> Plot:
 
 
 MAKERS: Final[tuple[Callable[[Results], Plot], ...]] = (
+    replay,
     copy_blocks,
     hbm,
     host,
@@ -658,7 +676,7 @@ def _limit(series: Series) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw all plots."""
-    parser = argparse.ArgumentParser(description="Plots of what was measured on a GPU.")
+    parser = argparse.ArgumentParser(description="Plots of what was measured.")
     parser.add_argument("--results", type=Path, default=FOLDER, metavar="DIR", help="where results lie")
     parser.add_argument("--out", type=Path, default=FIGURES, metavar="DIR", help="where SVG files go")
     chosen = parser.parse_args(arguments)

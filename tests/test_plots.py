@@ -92,7 +92,7 @@ def test_every_panel_has_a_ceiling_or_target_and_all_series_a_value_or_none_for_
 
 
 def test_results_that_are_not_there_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"has no decode_attention\.json, .*copy_blocks\.json"):
+    with pytest.raises(SystemExit, match=r"has no replay\.json, decode_attention\.json, .*copy_blocks\.json"):
         read_results(tmp_path)
 
 
