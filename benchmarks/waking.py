@@ -440,7 +440,8 @@ def _on_document(
             ask(session)
         most = 0
         warm = True
-        while warm or meter.seconds < scene.seconds:
+        # However slow a machine is, each of them is answered once.
+        while warm or meter.seconds < scene.seconds or ended < scene.sessions:
             for request in llm.step():
                 ended += 1
                 unanswered += request.finish_reason is not FinishReason.LENGTH
