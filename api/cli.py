@@ -33,6 +33,7 @@ _COMMANDS: Final = {
     "doctor": "doctor",
     "bench": "bench",
     "size": "size",
+    "simulate": "simulate",
     "completion": "completion",
 }
 """The module beside this one that has each, with an `add_parser`."""

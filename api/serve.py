@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from ..kvstore.calibration import known_calibration
 from ..kvstore.host import HostStore
+from ..kvstore.trace_log import MOST_TRACE_BYTES, TraceLog
 from ..tiers.arena_file import ArenaFile, default_arena_path
 from ..tiers.errors import ConfigError, IntegrityError
 from ..tiers.memory import format_bytes, memory_headroom
@@ -81,6 +82,8 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
         "cold.path": "--cold",
         "cold.capacity_bytes": "--cold-bytes",
         "cold.secret": sealed,
+        "trace": "--trace",
+        "trace_bytes": "--trace-bytes",
     }
     return {**words, **{setting: words.get(flag, flag) for setting, flag in names.items()}}
 
@@ -101,6 +104,8 @@ def _run(options: argparse.Namespace) -> int:
     host_bytes, cold_bytes, drain = options.host_bytes, options.cold_bytes, options.drain
     if cold_bytes is not None and options.cold is None:
         raise ConfigError("--cold-bytes", "is for a cold tier, and --cold names none")
+    if options.trace_bytes is not None and options.trace is None:
+        raise ConfigError("--trace-bytes", "is for a trace, and --trace names none")
     source = ColdSource(options.cold, _cold_secret(options))
     remote = _remote_of(options)
     admin = _admin_of(options)
@@ -137,6 +142,10 @@ def _run(options: argparse.Namespace) -> int:
             # What ends it before it is stopped is no reason to lose blocks.
             arena.keep = arena.keep or arena.nbytes > 0
         with interruptions.put_off():
+            trace = None
+            if options.trace is not None:
+                trace = TraceLog(options.trace, most_bytes=options.trace_bytes or MOST_TRACE_BYTES)
+                stack.callback(trace.close)
             host = HostStore(
                 host_bytes or usual_bytes(arena),
                 cold=cold,
@@ -145,6 +154,7 @@ def _run(options: argparse.Namespace) -> int:
                 quotas=options.quota,
                 policy_weights=options.policy_weight,
                 retention_ttl=options.retention_ttl,
+                trace=trace,
             )
             stack.callback(host.close)
         if cold is not None and (calibration := known_calibration()) is not None:

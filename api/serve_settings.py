@@ -205,6 +205,19 @@ SERVE_SETTINGS: Final = (
         "the certificate's key, which only its owner can read",
         metavar="FILE",
     ),
+    Setting(
+        "--trace",
+        path("/var/log/kvpager/trace.jsonl.gz"),
+        "write down which blocks are looked up and put, by names that tell nothing of prompts, for kvpager "
+        "simulate; gzipped if it ends with .gz (default: nowhere)",
+        metavar="PATH",
+    ),
+    Setting(
+        "--trace-bytes",
+        size("4G"),
+        "where the trace ends, in bytes before they are zipped (default: 1G)",
+        metavar="SIZE",
+    ),
     Setting("--quiet", switch(), "say nothing unless something is wrong", default=False),
 )
 """In the order in which help and docs tell them."""

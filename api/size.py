@@ -31,7 +31,7 @@ from .model_shape import ModelShape, read_shape, shape_of_figures
 from .serve import usual_bytes
 from .serve_settings import serving
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "model_path"]
 
 _TOKENS: Final = 32768
 _MOST_TOKENS: Final = 1 << 31
@@ -181,7 +181,7 @@ def _shape_of(options: argparse.Namespace) -> ModelShape:
         given = [name for name, value in figures.items() if value is not None]
         if given:
             raise ConfigError(given[0], "is for a model without files, and MODEL names one")
-        return read_shape(_path_of(options.model), dtype=options.dtype, block_size=options.block_size)
+        return read_shape(model_path(options.model), dtype=options.dtype, block_size=options.block_size)
     for name, value in figures.items():
         if value is None:
             raise ConfigError(name, "is needed where no MODEL is given")
@@ -197,7 +197,12 @@ def _shape_of(options: argparse.Namespace) -> ModelShape:
     )
 
 
-def _path_of(model: str) -> Path:
+def model_path(model: str) -> Path:
+    """Where the model is that somebody names: a path, or the one that is inside a package.
+
+    Raises:
+        ModelError: it is not there.
+    """
     name, package = _BUNDLED
     if model == name and not Path(model).exists():
         found = find_spec(package)

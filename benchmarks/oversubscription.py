@@ -47,7 +47,7 @@ SHARES: Final = (0.5, 1.0, 1.2, 1.5, 2.0)
 STEP_TOKENS: Final = 2048
 _FILL_TOKENS: Final = 8192
 """Tokens of a step that computes histories: nobody waits for a token meanwhile."""
-_JUDGED: Final = 4
+_JUDGED: Final = 16
 """Answers that differ which the model is asked about."""
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
@@ -355,14 +355,18 @@ def rehearse(llm: LLM, vocabulary: int, most: int) -> None:
 
 def agreement(
     loaded: LoadedModel, workload: ChatWorkload, truth: Answers, answers: Answers
-) -> dict[str, int]:
+) -> dict[str, float]:
     """How the answers of two modes compare, turn by turn of a session up to the first that differs.
+
+    In 16 bits sums are rounded otherwise in another batch, so answers differ where two tokens are all but
+    equally good (`engine/judge.py`).
 
     Returns:
         how many were ``compared`` and ``equal``; of those that differ, how many the model was asked about
-        (``judged``), and of how many it says that either is right (``ties``).
+        (``judged``), of how many it says that either is right (``ties``), and the largest ``shortfall``, in
+        standard deviations of the logits, that it found.
     """
-    found = {"compared": 0, "equal": 0, "judged": 0, "ties": 0}
+    found: dict[str, float] = {"compared": 0, "equal": 0, "judged": 0, "ties": 0, "shortfall": 0.0}
     for session in dict.fromkeys(session for session, _ in truth):
         number = 0
         prompt = workload.history(session)
@@ -371,10 +375,12 @@ def agreement(
             one, other = truth[session, number], answers[session, number]
             found["compared"] += 1
             if one != other:
-                if found["judged"] < _JUDGED:
-                    difference = compare(loaded.model, prompt.tolist(), other, one)
+                if found["judged"] < _JUDGED and (
+                    difference := compare(loaded.model, prompt.tolist(), other, one)
+                ):
                     found["judged"] += 1
-                    found["ties"] += difference is not None and difference.tie
+                    found["ties"] += difference.tie
+                    found["shortfall"] = max(found["shortfall"], difference.shortfall)
                 break
             found["equal"] += 1
             prompt = np.concatenate([prompt, np.array(one, dtype=np.int32)])
@@ -412,8 +418,9 @@ def run(
                 say(f"{mode}: ready after {time.monotonic() - began:.1f} s")
                 for share in shares:
                     row, answers = measure(llm, host, scene, mode, share)
+                    # The first mode is what the others are held to.
                     truth = truths.setdefault(share, answers)
-                    row["answers"] = agreement(loaded, workload, truth, answers)
+                    row["answers"] = None if truth is answers else agreement(loaded, workload, truth, answers)
                     rows.append({"shape": scene.shape.name, **row})
                     say(_told(rows[-1]))
     return rows
@@ -433,9 +440,16 @@ def _told(row: dict[str, Any]) -> str:
         f"{row['pcie_bytes_per_token']['all'] / 1e6:.2f} MB/token, waste "
         f"{row['vram_waste']['mean'] if row['vram_waste'] else 0.0:.2%}, {row['turns']} turns in "
         f"{row['seconds']:.1f} s, {row['preemptions']} preemptions, {row['computed_tokens_per_turn']:.0f} "
-        f"computed a turn, answers {row['answers']['equal']}/{row['answers']['compared']} equal, "
+        f"computed a turn, answers {_agreed(row['answers'])}, "
         f"{row['unanswered']} unanswered"
     )
+
+
+def _agreed(answers: dict[str, float] | None) -> str:
+    if answers is None:
+        return "for the others to be held to"
+    told = f"{answers['equal']}/{answers['compared']} equal"
+    return f"{told}, {answers['ties']}/{answers['judged']} others ties, up to {answers['shortfall']:.4f}"
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

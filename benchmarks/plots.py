@@ -1,4 +1,4 @@
-"""Plots of what was measured on a GPU: from ``results/*.json`` to SVG files for docs/performance.md.
+"""Plots of what was measured: from ``results/*.json`` to SVG files for docs/performance.md.
 
 Every plot shows kvpager's figures beside its peers', the physical ceiling of each as a solid line and the
 target as a dashed one. What a file draws stands in its description too, in words: for those who do not see
@@ -27,15 +27,7 @@ __all__ = ["Panel", "Plot", "Results", "Series", "draw", "plots", "read_results"
 
 FOLDER: Final = Path(__file__).resolve().parent / "results"
 FIGURES: Final = Path(__file__).resolve().parents[1] / "docs" / "figures"
-SOURCES: Final = (
-    "decode_attention",
-    "prefill_attention",
-    "engine_pages",
-    "copy_blocks",
-    "oversubscription_1b",
-    "oversubscription_8b",
-    "waking",
-)
+SOURCES: Final = ("replay", "decode_attention", "prefill_attention", "engine_pages", "copy_blocks")
 AREA: Final = re.compile(r"\bp[0-9a-f]{10}\b")
 """A name of an area that is clipped to, in a drawn file."""
 CTAS: Final = "16 CTAs"
@@ -50,9 +42,9 @@ STYLE: Final[dict[Any, Any]] = {
     "axes.spines.right": False,
 }
 COLOURS: Final = {
-    "kvpager": ("#1f5fa8", "#86b4e0"),
+    "kvpager": ("#1f5fa8", "#86b4e0", "#0d2f57"),
     "FlashInfer": ("#e0903a", "#f2c68f"),
-    "": ("#5d9e6b", "#a5cfae", "#b8b8b8"),
+    "": ("#5d9e6b", "#a5cfae", "#b8b8b8", "#c9a24b", "#a8443f", "#7d5ba6"),
 }
 """By whose a series is: the beginning of its name."""
 INCHES: Final = 8.2
@@ -177,6 +169,22 @@ def _batch(case: str) -> str:
 
 def _size(count: int) -> str:
     return format_bytes(count).replace(".0 ", " ")
+
+
+def replay(results: Results) -> Plot:
+    """Hit ratios of policies over the size of host memory."""
+    panels = []
+    for trace, title in (("conversation", "Mooncake's conversation trace"), ("chats", "chats that are made")):
+        rows = [row for row in results["replay"] if row["trace"] == trace]
+        sizes = tuple(f"{size:,}" for size in dict.fromkeys(row["blocks"] for row in rows))
+        for key, what in (("hit_blocks", "blocks found"), ("hit_seconds", "seconds of prefill saved")):
+            series = []
+            for name, kind in {row["policy"]: row["kind"] for row in rows}.items():
+                values = _column((row for row in rows if row["policy"] == name), key, 100.0)
+                shown = f"kvpager, {name}" if kind == "policy" else name
+                series.append(Series(shown, values, "ceiling" if kind == "bound" else "measured"))
+            panels.append(Panel(f"{title}: {what}", "%", sizes, tuple(series), 1, 0.0, "lines"))
+    return Plot("replay", "Policies, over blocks of 512 tokens in host memory", tuple(panels))
 
 
 def hbm(results: Results) -> Plot:
@@ -427,110 +435,8 @@ def copy_blocks(results: Results) -> Plot:
     return Plot("copy_blocks", "Copies of scattered blocks, by their size", tuple(panels))
 
 
-SWAPS: Final = {"attend": "kvpager", "copy": "copied in before", "recompute": "computed again"}
-"""What the ways to make room in VRAM are called."""
-
-
-def oversubscription_1b(results: Results) -> Plot:
-    """More sessions than VRAM holds, a small model."""
-    return _oversubscription("oversubscription_1b", results)
-
-
-def oversubscription_8b(results: Results) -> Plot:
-    """More sessions than VRAM holds, a larger model."""
-    return _oversubscription("oversubscription_8b", results)
-
-
-def _oversubscription(name: str, results: Results) -> Plot:
-    cases = results[name]["cases"]
-    by = {(case["mode"], case["share"]): case for case in cases}
-    shares = tuple(dict.fromkeys(case["share"] for case in cases))
-    columns = {mode: [by[mode, share] for share in shares] for mode in SWAPS}
-    rates = {mode: [case["tokens_per_s"] for case in rows] for mode, rows in columns.items()}
-    wanted = tuple(max(b, 3 * a) for a, b in zip(rates["recompute"], rates["copy"], strict=True))
-    of_rates = (
-        *(Series(SWAPS[mode], tuple(found)) for mode, found in rates.items()),
-        Series("as copied in before, and 3x of computed again", wanted, "target"),
-    )
-    labels = tuple(f"{share:.0%}" for share in shares)
-    panels = [Panel("Tokens of answers, by the share of VRAM that is active", "tokens/s", labels, of_rates)]
-    # What is computed again takes many times as long: the page has its numbers.
-    for key, what in (("first_token_s", "The first token"), ("between_tokens_s", "Between two tokens")):
-        times = {mode: [case[key]["p99"] * 1e3 for case in columns[mode]] for mode in ("attend", "copy")}
-        series = (
-            *(Series(SWAPS[mode], tuple(found)) for mode, found in times.items()),
-            Series("no worse than copied in before", tuple(times["copy"]), "target"),
-        )
-        panels.append(Panel(f"{what}, 99th percentile", "ms", labels, series, decimals=1))
-    shape = cases[0]["shape"]
-    return Plot(name, f"{shape}: more sessions than VRAM holds", tuple(panels))
-
-
-def waking(results: Results) -> Plot:
-    """A session wakes, a sequence is larger than VRAM, a document is shared."""
-    found = results["waking"]
-    rows = {(row["mode"], row["tokens"], row["awake"]): row for row in found["wake"]["rows"]}
-    lengths = tuple(dict.fromkeys(tokens for _, tokens, _ in rows))
-    first = {
-        mode: [rows[mode, tokens, 0]["first_token_s"]["p50"] * 1e3 for tokens in lengths] for mode in SWAPS
-    }
-    wanted = tuple(
-        min(a / 5, b * (1.0 if tokens <= 2048 else 1.08))
-        for tokens, a, b in zip(lengths, first["recompute"], first["copy"], strict=True)
-    )
-    of_first = (
-        *(Series(SWAPS[mode], tuple(times)) for mode, times in first.items()),
-        Series("target", wanted, "target"),
-    )
-    awake = next(count for _, _, count in rows if count)
-    beside = {mode: rows[mode, lengths[-1], awake] for mode in SWAPS}
-    quiet = {mode: row["between_tokens_undisturbed_s"]["p99"] * 1e3 for mode, row in beside.items()}
-    woken = {mode: row["between_tokens_s"]["p99"] * 1e3 for mode, row in beside.items()}
-    of_others = (
-        *(Series(SWAPS[mode], (quiet[mode], woken[mode])) for mode in SWAPS),
-        Series("target", (None, min(1.15 * quiet["attend"], woken["copy"])), "target"),
-    )
-    larger = found["larger"]
-    ceiling = larger["ceiling_gb_per_s"]
-    of_larger = (
-        Series("kvpager", (larger["gb_per_s"],)),
-        Series("reads by a kernel, nothing else", (ceiling,), "ceiling"),
-        Series("target", (0.95 * ceiling,), "target"),
-    )
-    ours, theirs = found["shared"]["rows"]
-    of_shared = (
-        Series("kvpager", (ours["tokens_per_s"], None)),
-        Series(SWAPS["copy"], (None, theirs["tokens_per_s"])),
-        Series("target", (5 * theirs["tokens_per_s"], None), "target"),
-    )
-    sizes = tuple(f"{tokens:,} tokens" for tokens in lengths)
-    panels = (
-        Panel("The first token of a session that wakes, median", "ms", sizes, of_first, decimals=1),
-        Panel(
-            f"Between two tokens of {awake} others, 99th percentile",
-            "ms",
-            ("undisturbed", f"while {lengths[-1]:,} tokens wake"),
-            of_others,
-            decimals=1,
-        ),
-        Panel(
-            f"A sequence of {larger['tokens']:,} tokens on VRAM for {larger['vram_tokens']:,}",
-            "GB/s",
-            ("read in host memory while it decodes",),
-            of_larger,
-            decimals=1,
-        ),
-        Panel(
-            f"{found['shared']['sessions']} sessions on a document of {found['shared']['document']:,} tokens",
-            "tokens/s",
-            ("one copy", "a copy each"),
-            of_shared,
-        ),
-    )
-    return Plot("waking", "Waking, and what reading in place is good for", panels)
-
-
 MAKERS: Final[tuple[Callable[[Results], Plot], ...]] = (
+    replay,
     copy_blocks,
     hbm,
     host,
@@ -539,9 +445,6 @@ MAKERS: Final[tuple[Callable[[Results], Plot], ...]] = (
     install,
     prefill,
     engine_pages,
-    oversubscription_1b,
-    oversubscription_8b,
-    waking,
 )
 
 
@@ -664,7 +567,7 @@ def _limit(series: Series) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw all plots."""
-    parser = argparse.ArgumentParser(description="Plots of what was measured on a GPU.")
+    parser = argparse.ArgumentParser(description="Plots of what was measured.")
     parser.add_argument("--results", type=Path, default=FOLDER, metavar="DIR", help="where results lie")
     parser.add_argument("--out", type=Path, default=FIGURES, metavar="DIR", help="where SVG files go")
     chosen = parser.parse_args(arguments)

@@ -1,4 +1,19 @@
-"""The `cost` policy."""
+"""The `cost` policy: what a place is worth, in seconds expected to be saved for each that it is taken.
+
+Runs are ranked (`runs`): stretches of chains that were last used together. Each use is of a kind: how many
+turns its conversation had, the gap before this one, how many blocks of the prompt nobody asked for before.
+What others share is of a kind by its own uses and gap, and the last block of a prompt, which may be filled
+only in part, is of its own where it turns out to come back less. What a run is worth follows from how uses
+of its kind came back (`return_times`), from its age, from advice, and from what losing a block costs.
+
+Ghosts remember of blocks that are not here of which run their last use was: so a conversation that was
+evicted is known when it returns, and that it did is learned. They are entries of a table by hash, and one
+that another displaced is told by its neighbours in the chain. (Ghosts: "ARC", Megiddo and Modha, FAST
+2003.)
+
+A newcomer gets a place only if it is worth no less than what would go for it. A run goes from its end,
+block by block, and no block before those that follow it, as far as these are known.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +57,8 @@ _UNKNOWN: Final = (len(_NEW)) * _SHAPE[2]
 _LOOKED_AT: Final = 1024
 """Runs that are compared at a time; of more, as many are drawn."""
 _FEWEST_GHOSTS: Final = 1 << 16
+_TRIED: Final = 4
+"""Of so many lookups one is looked at whether its last block does as the others do, where it seemed to."""
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _NONE: Final = np.zeros(0, dtype=np.intp)
 
@@ -55,6 +72,13 @@ def _groups() -> list[npt.NDArray[np.intp]]:
     by_new = np.concatenate([(turns > 0) * 4 + new, 8 + end * 0, 9 + shared * 0])
     by_turns = np.concatenate([turns * 4 + new, 20 + end, 22 + shared // _SHARED_SHAPE[1]])
     return [np.asarray(one, dtype=np.intp) for one in (families, by_new, by_turns, np.arange(_KINDS))]
+
+
+def _expected() -> _Floats:
+    """How much sooner than another each kind is expected back while nothing was seen."""
+    turns = np.unravel_index(np.arange(_BODIES), _SHAPE)[0]
+    uses = np.arange(_SHARED) % _SHARED_SHAPE[1] + 1
+    return np.concatenate([1.0 + turns, [1.0, 2.0], 1.0 + uses])
 
 
 def _body(turns: int, new: int, gap: float) -> int:
@@ -92,7 +116,7 @@ class CostPolicy:
         "priority": 10.0,
         "hint_seconds": 600.0,
         "finish": 16.0,
-        "late": 30.0,
+        "late": 5.0,
         "return_trust": 0.8,
     }
     learns: ClassVar[bool] = True
@@ -104,7 +128,7 @@ class CostPolicy:
         self._seed = options.get("seed", 0)
         self._weights = {**self.known_weights, **(options.get("weights") or {})}
         self._runs = Runs(capacity)
-        self._times = ReturnTimes(_groups(), self._weights["prior"], self._weights["lindy"])
+        self._times = ReturnTimes(_groups(), self._weights["prior"], self._weights["lindy"] * _expected())
         self._names = np.zeros(capacity, dtype=np.uint64)
         self._up = np.zeros(capacity, dtype=np.intp)
         """Of each slot the slot of the block before it in its chain, plus one; 0: not known."""
@@ -120,6 +144,7 @@ class CostPolicy:
         """The slot that the last lookup found at the end of its chain."""
         self._demotions = 0
         self._draws = 0
+        self._lookups = 0
         self._changes = 0
         self._ranking: tuple[int, int, Places, _Floats] | None = None
 
@@ -261,12 +286,14 @@ class CostPolicy:
                 alike.append((begin, Use(now, kind, turns, use.uses + 1, path, favour, until)))
         if new and (not alike or alike[-1][1].kind != body or alike[-1][1].until):
             alike.append((len(before), Use(now, body, turns, 1, path)))
-        if path > 1:
+        self._lookups += 1
+        end_kind = _FIRST_END + (turns > 0)
+        if path > 1 and (self._lookups % _TRIED == 0 or times.apart(end_kind, body)):
             # The last block by itself: it may be but a part of one, which is another one the next time.
             begin, use = alike[-1]
             if begin == path - 1:
                 alike.pop()
-            alike.append((path - 1, replace(use, kind=_FIRST_END + (turns > 0))))
+            alike.append((path - 1, replace(use, kind=end_kind)))
         parts = []
         for (begin, use), end in zip(alike, [*(begin for begin, _ in alike[1:]), path], strict=True):
             run = runs.make(use)
@@ -457,7 +484,7 @@ class CostPolicy:
         return take
 
     def _choose(self, count: int) -> Places:
-        """Slots that go first, the first one first: of each run from its end, and none before its children."""
+        """Slots that go first, in this order: of each run from its end, and none before its children."""
         left = min(count, self._runs.count)
         chosen = _NONE
         everything = again = False

@@ -57,6 +57,7 @@ from .space import HostSpace
 from .status import StatusReader, StoreStatus
 from .store_settings import RETENTION_TTL, StoreSettings
 from .tenants import check_tenant
+from .trace_log import TraceLog
 
 __all__ = ["HostStore"]
 
@@ -87,6 +88,8 @@ class HostStore:
         policy_weights: of the policy's weights (docs/reference.md) those that are to be other than its own.
         retention_ttl: seconds that advice on how long to keep blocks holds (`Retention`) where it does not
             say that.
+        trace: where it is written down what is looked up and put, for `kvpager simulate`. Closed with the
+            store. None: nowhere.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range, there is no such `device`, or `arena` is of
@@ -109,9 +112,12 @@ class HostStore:
         quotas: Mapping[str, int] | None = None,
         policy_weights: Mapping[str, float] | None = None,
         retention_ttl: float = RETENTION_TTL,
+        trace: TraceLog | None = None,
     ) -> None:
         if cold is not None:
             expect_cold_tier(cold)
+        if trace is not None:
+            expect_type("trace", trace, TraceLog, "a TraceLog")
         settings = StoreSettings(policy, clean_ahead, cold_deadline, quotas, policy_weights, retention_ttl)
         if device is not None:
             device = None if expect_text("device", device) == "cpu" else device
@@ -131,6 +137,7 @@ class HostStore:
         self._extents_chosen = extent_bytes is not None
         self._shared = HostShared(self.arena, cold, device, settings)
         self._shared.records = self.records
+        self._shared.trace = trace
         self.stats = self._shared.stats
         self.events = self._shared.events
         self.inherits = arena is not None

@@ -1,19 +1,19 @@
-"""How soon blocks that were used in some way are used again, learned while serving, and what a place is worth.
+"""How soon blocks that were used in some way are used again, learned while serving; what a place is worth.
 
-Each use of a stretch of blocks is of a *kind*: a small number for what could be seen of it (how many turns its
-conversation had, how long these took, and so on). Of every kind the share that is used again within some time
-is estimated as survival is in medicine (Kaplan and Meier, 1958): of those that were seen for so long and were
-not used yet, how many were used in the next moment. So what was evicted counts as what stays: it is only to be
-seen when it is asked for again.
+Each use of a stretch of blocks is of a *kind*: a small number for what could be seen of it (how many turns
+its conversation had, how long these took, and so on). Of every kind the share that is used again within
+some time is estimated as survival is in medicine (Kaplan and Meier, 1958): of those that were seen for so
+long and were not used yet, how many were used in the next moment. So what was evicted counts as what stays:
+it is only to be seen when it is asked for again.
 
 From that comes the worth of a place that a block of some kind and age has: uses to be expected until some
 later age, over the time that the place is taken until then, for the age at which this is most. That is the
-index of Gittins (1979) for a job that may be dropped at any time; "LHD: improving cache hit rate by maximizing
-hit density" (Beckmann, Chen and Cidon, NSDI 2018) ranks by the same ratio without the choice of the age. It
-rises while people usually think, and falls when who was to come back should have been there.
+index of Gittins (1979) for a job that may be dropped at any time; "LHD: improving cache hit rate by
+maximizing hit density" (Beckmann, Chen and Cidon, NSDI 2018) ranks by the same ratio without the choice of
+the age. It rises while people usually think, and falls when who was to come back should have been there.
 
-What is seldom seen is told by what is like it: kinds are grouped, coarser and coarser, and a group speaks for
-its kinds as if it were a few observations of each.
+What is seldom seen is told by what is like it: kinds are grouped, coarser and coarser, and a group speaks
+for its kinds as if it were a few observations of each.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["ReturnTimes"]
 _Floats = npt.NDArray[np.float64]
 _Kinds = npt.NDArray[np.intp]
 
-_BINS: Final = 44
-"""Of ages; each is a third wider than the one before: from half a second to ten days."""
-_FIRST: Final = 0.5
-_STEP: Final = 2**0.4
+_BINS: Final = 60
+"""Of ages; each begins at half as much again as the one before: from a millisecond to ten days."""
+_FIRST: Final = 1e-3
+_STEP: Final = 2**0.5
 _EDGES: Final = np.concatenate([[0.0], _FIRST * _STEP ** np.arange(_BINS - 1)])
 _WIDTHS: Final = np.diff(np.append(_EDGES, _EDGES[-1] * _STEP))
 _KEPT: Final = 1 << 15
 """Observations of each sort that are kept: what was before is forgotten."""
 _SPAN: Final = 3600.0
 """Seconds that they are to reach back: where more come in, fewer of them are kept."""
-_FIRST_FIT: Final = 64
+_FIRST_FIT: Final = 16
 _FIT_SHARE: Final = 4
 _MOST_BETWEEN: Final = 1024
 """Observations after which all is reckoned anew: a quarter of what there are, within these bounds."""
@@ -72,15 +72,15 @@ class ReturnTimes:
         groups: of each level, the coarsest first, intp [kinds]: the group that each kind is of. The last
             level is the kinds themselves.
         prior: how many observations of a kind its group stands for.
-        lindy: of what nothing was seen, the chance to be used again within the next doubling of its age:
-            whatever was not used for long will not be for as long again.
+        lindy: [kinds]: of those of which nothing was seen, by how much the chance not to be used falls with
+            each doubling of the age: whatever was not used for long will not be for as long again.
     """
 
-    def __init__(self, groups: Sequence[_Kinds], prior: float, lindy: float) -> None:
+    def __init__(self, groups: Sequence[_Kinds], prior: float, lindy: _Floats) -> None:
         self._members = [np.equal.outer(np.arange(group.max() + 1), group) * 1.0 for group in groups]
         self._kinds = len(groups[-1])
         self._prior = prior
-        self._unseen = 1.0 - np.exp2(-lindy * np.log2(1.0 + _WIDTHS / (_EDGES + _FIRST)))
+        self._unseen = 1.0 - np.exp2(np.outer(-lindy, np.log2(1.0 + _WIDTHS / (_EDGES + _FIRST))))
         self._used = _Ring(3)
         self._returned = _Ring(4)
         self._thinned = 0
@@ -88,8 +88,10 @@ class ReturnTimes:
         self._thin_next = _KEPT
         self._turned_at: float | None = None
         self._fit_next = _FIRST_FIT
+        self._horizon = 0
+        """The bin of the age of the oldest observation."""
         self.worth = np.empty((self._kinds, _BINS))
-        self._reckon(np.tile(self._unseen, (self._kinds, 1)))
+        self._reckon(self._unseen)
 
     def noted(self, number: int) -> bool:
         """Whether a use of this number is one that is noted: its return is to be told, too."""
@@ -117,9 +119,14 @@ class ReturnTimes:
     def index(self, kinds: _Kinds, ages: _Floats) -> _Floats:
         """Uses per second of a place: what blocks of these kinds and ages are worth."""
         bins = _bins(ages)
-        worth = self.worth[kinds, bins]
+        worth: _Floats = self.worth[kinds, bins]
         part = np.minimum((ages - _EDGES[bins]) / _WIDTHS[bins], 1.0)
-        return worth + part * (self.worth[kinds, np.minimum(bins + 1, _BINS - 1)] - worth)
+        worth += part * (self.worth[kinds, np.minimum(bins + 1, _BINS - 1)] - worth)
+        return worth
+
+    def apart(self, one: int, other: int) -> bool:
+        """Whether blocks of the first kind come back much less than those of the other."""
+        return not self._horizon or self._return[one] < 0.5 * self._return[other]
 
     def fit(self, now: float) -> None:
         """Reckon the worth of places from what was seen."""
@@ -142,17 +149,19 @@ class ReturnTimes:
         whole = after < until
         events = np.bincount((which * _BINS + after)[whole], weight[whole], kinds * _BINS)
         events = events.reshape(kinds, _BINS)
-        chance = np.tile(self._unseen, (kinds, 1))
+        chance = self._unseen
         for members in self._members:
             told = (members @ chance) / members.sum(axis=1, keepdims=True)
             share = (members @ events + self._prior * told) / (members @ at_risk + self._prior)
             chance = members.T @ share
+        self._horizon = int(_bins(now - times.min()))
         self._reckon(np.clip(chance, 1e-9, 0.9))
 
     def _reckon(self, chance: _Floats) -> None:
         """`worth` from the chance of a return within each bin, [kinds, bins], of who got to it."""
         none = np.zeros((len(chance), 1))
         left = np.cumprod(1.0 - chance, axis=1)
+        self._return: list[float] = (1.0 - left[:, self._horizon]).tolist()
         left = np.concatenate([none + 1.0, left[:, :-1]], axis=1)
         taken = np.concatenate([none, np.cumsum(left * _WIDTHS * (1.0 - chance / 2), axis=1)], axis=1)
         uses = np.concatenate([none, np.cumsum(left * chance, axis=1)], axis=1)

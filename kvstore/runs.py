@@ -295,8 +295,9 @@ class Runs:
 
     def _own(self, start: int, stop: int) -> Places:
         """The slots whose entries of the log are these."""
-        entries = self._log[start:stop]
-        return entries[self.place[entries] == np.arange(start + 1, stop + 1)]
+        entries: Places = self._log[start:stop]
+        own: Places = entries[self.place[entries] == np.arange(start + 1, stop + 1)]
+        return own
 
     def _compact(self, room: int) -> None:
         live = self._own(0, self._tail)

@@ -23,6 +23,7 @@ from .stats import HostStats
 from .store_settings import StoreSettings
 from .tenants import Tenant
 from .timed_pins import PinClock
+from .trace_log import TraceLog
 
 __all__ = ["ExtentHolder", "HostShared"]
 
@@ -103,6 +104,8 @@ class HostShared:
         """Those that have a space, or had one."""
         self.records: RecordFile | None = None
         """Where what outlives this process is written down, if it is."""
+        self.trace: TraceLog | None = None
+        """Where it is written down what is looked up and put, if it is."""
         self.arena = arena
         self.device = device
         self.stats = HostStats()
@@ -173,6 +176,8 @@ class HostShared:
         self.hinted.shutdown(wait=True, cancel_futures=True)
         self.loaders.shutdown(wait=True)
         self.mover.close()
+        if self.trace is not None:
+            self.trace.close()
         if self.cold.tier is not None and not keep_cold:
             self.cold.tier.close()
         self.arena.close()

@@ -206,6 +206,8 @@ class HostSpace(SlotSpace):
             shared.stats.missed += len(hashes) - found
             self._tenant.stats.matched += found
             self._tenant.stats.missed += len(hashes) - found
+            if shared.trace is not None:
+                shared.trace.matched(self.id, self.layout, hashes, found, start)
         if cold_deadline is not None and found < len(hashes):
             with shared.cold.use() as cold:
                 if cold is not None:
@@ -479,6 +481,9 @@ class HostSpace(SlotSpace):
             good = self._records.reserved(slots, generations)
             mine = slots if good.all() else slots[good]
             names = self._records.commit(mine, shared.clock.tick(), in_cold=in_cold)
+            if shared.trace is not None and not in_cold:
+                lineage = self._records.lineage.of(self._records.slots_of(names))
+                shared.trace.put(self.id, self.layout, names, *lineage)
             self._purges.written(names)
             shared.stats.committed += len(names)
             self._tenant.stats.committed += len(names)

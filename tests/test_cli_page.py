@@ -41,7 +41,7 @@ def test_every_command_is_there() -> None:
     assert set(re.findall(r"[a-z]+", listed)) >= {*PARSERS}
 
 
-@pytest.mark.parametrize("command", ["bench", "size"])
+@pytest.mark.parametrize("command", ["bench", "simulate", "size"])
 def test_every_option_of_a_command_is_there_and_no_other(command: str) -> None:
     assert named(section(f"`kvpager {command}`")) == options_of(PARSERS[command])
 
@@ -60,7 +60,7 @@ def test_every_option_of_operators_is_there_and_no_other() -> None:
 
 
 def test_commands_without_options_of_their_own_have_none() -> None:
-    assert {*PARSERS} == {*OPERATORS, *ELSEWHERE, "bench", "size", "config", "completion"}
+    assert {*PARSERS} == {*OPERATORS, *ELSEWHERE, "bench", "simulate", "size", "config", "completion"}
     assert options_of(PARSERS["config"]) == options_of(PARSERS["completion"]) == set()
 
 

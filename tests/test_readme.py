@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from kvpager.api.cli import main
 from kvpager.tests.model_files import require_smollm2
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +34,15 @@ def run(source: str, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_simulation_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text()
+    [(command, shown)] = re.findall(
+        r"```console\n\$ kvpager (simulate .*?)\n(.*?)```", readme, flags=re.DOTALL
+    )
+    assert main([*command.split(), "--jobs", "1"]) == 0
+    assert capsys.readouterr().out == shown
 
 
 def test_the_store_example_runs_and_is_short(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -235,6 +236,31 @@ def test_it_stops_when_the_process_that_it_serves_for_is_killed(started: list[Se
     _, errors = late.process.communicate(timeout=60)
     assert late.process.returncode == 1
     assert f"--with-process: process {master.pid} cannot be watched: No such process" in errors
+
+
+def test_what_it_is_asked_for_is_written_down_and_can_be_simulated(
+    started: list[Serve], path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl.gz"
+    asked = tuple(bytes([number]) * 16 for number in (1, 2, 3))
+    started.append(Serve(path, "--trace", str(trace), "--trace-bytes", "1M"))
+    with started[-1].connect() as client:
+        client.open()
+        for _ in range(2):
+            client.call(Match(0, asked, 0.0), Leased)
+            client.call(Put(0, asked, bytes(3 * SIZE), 5.0))
+    assert started[-1].stop()[0] == 0
+    capsys.readouterr()
+    assert (
+        main(["simulate", str(trace), "--policy", "lru", "--beside", "none", "--blocks", "9", "--json"]) == 0
+    )
+    [result] = json.loads(capsys.readouterr().out)["results"]
+    assert result["hit_blocks"] == pytest.approx(0.5)
+
+
+def test_the_size_of_a_trace_without_a_trace_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--trace-bytes", "1M"]) == 1
+    assert "--trace-bytes: is for a trace, and --trace names none" in capsys.readouterr().err
 
 
 def test_without_a_size_it_takes_no_more_than_there_is_room_for(

@@ -1,0 +1,294 @@
+"""A log of what a host store was asked for and given, which `kvpager simulate` replays.
+
+A file of JSON lines, gzipped if its name ends with ``.gz``. The first has the format's version; one
+describes each space before its first event; then come the events, ``t`` seconds after the log began:
+
+    {"kvpager_trace": 1, "started": 1764547200.0}
+    {"space": 0, "block_size": 16, "block_bytes": 2097152}
+    {"t": 0.5, "space": 0, "match": "5f0c9a...", "found": 2, "depth": 1}
+    {"t": 0.9, "space": 0, "put": "17e1b0...", "depth": 3, "parent": "5f0c9a..."}
+
+``match`` and ``put`` are names of blocks that follow each other, 16 hex digits each; ``found`` is how many
+leading ones were there, ``depth`` the 1-based place of the first one in its chain (0: not known),
+``parent`` the name before it. ``{"t": ..., "lost": n}`` says that n events are missing there, ``{"t": ...,
+"full": bytes}`` that nothing follows.
+
+Names are keyed hashes of the blocks' own, under a key that is made for each log and kept nowhere: who has
+the log learns which prompts begin alike, and cannot tell whether one that he knows is among them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, Final, TextIO
+
+import numpy as np
+import numpy.typing as npt
+
+from ..tiers.errors import ConfigError
+from ..tiers.layout import KVLayout
+from ..tiers.settings import expect_integer, expect_path
+from .lineage import ChainPlace, ShortHashes, shortened
+
+__all__ = ["LOG_KEY", "LOG_VERSION", "MOST_TRACE_BYTES", "TraceLog"]
+
+_log = logging.getLogger(__name__)
+
+LOG_KEY: Final = "kvpager_trace"
+"""The key of a log's first line, with its version."""
+LOG_VERSION: Final = 1
+MOST_TRACE_BYTES: Final = 1 << 30
+"""Where a log ends if nobody says otherwise."""
+_LEAST_BYTES: Final = 1 << 16
+_NAME_BYTES: Final = 8
+_KEY_BYTES: Final = 16
+_MOST_WAITING: Final = 1 << 20
+"""Blocks that may wait for the thread that writes, which names a million a second; events beyond are lost."""
+_IDLE_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Match:
+    """A look-up: the blocks in order, how many were there, where they begin."""
+
+    at: float
+    space: bytes
+    layout: KVLayout
+    hashes: Sequence[bytes]
+    found: int
+    start: ChainPlace | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Put:
+    """Blocks that came, in the order in which they were written, and what is known of their chains."""
+
+    at: float
+    space: bytes
+    layout: KVLayout
+    hashes: Sequence[bytes]
+    parents: ShortHashes
+    depths: npt.NDArray[np.int32]
+
+
+class TraceLog:
+    """Writes the log in a thread of its own: whoever is served only hands it what happened.
+
+    Where the thread does not keep up, events are lost; where the file reaches its size or cannot be
+    written, the log ends. The file says so, and a warning does.
+
+    Args:
+        path: the file; one that is there already becomes ``path`` with ``.1`` at its end.
+        most_bytes: where the log ends, in bytes before they are zipped.
+
+    Raises:
+        ConfigError: the file cannot be made, or `most_bytes` is out of range.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, most_bytes: int = MOST_TRACE_BYTES) -> None:
+        self.path = expect_path("trace", path)
+        self._most = expect_integer("trace_bytes", most_bytes, _LEAST_BYTES)
+        self._file = _new_file(self.path)
+        self._began = time.monotonic()
+        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._spaces: dict[bytes, int] = {}
+        self._written = 0
+        self._ended = False
+        self._lost = 0
+        self._blocks_waiting = 0
+        self._counting = threading.Lock()
+        self._waiting: queue.SimpleQueue[_Match | _Put | None] = queue.SimpleQueue()
+        self._write({LOG_KEY: LOG_VERSION, "started": time.time()})
+        self._thread = threading.Thread(target=self._run, name="kvpager-trace", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> int:
+        """Events that were lost since the log last said so."""
+        return self._lost
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is written any more: the file is as large as it may be, or cannot be written."""
+        return self._ended
+
+    def matched(
+        self, space: bytes, layout: KVLayout, hashes: Sequence[bytes], found: int, start: ChainPlace | None
+    ) -> None:
+        """Blocks were looked up, of which `found` leading ones were there. Costs a microsecond.
+
+        Args:
+            space: its id.
+            layout: how its blocks lie.
+            hashes: of the blocks in order; nobody changes them any more.
+            found: how many leading ones were there.
+            start: where in their chain they begin; None: that is not known.
+        """
+        if hashes and not self._ended:
+            self._hand_over(_Match(time.monotonic(), space, layout, hashes, found, start))
+
+    def put(
+        self,
+        space: bytes,
+        layout: KVLayout,
+        hashes: Sequence[bytes],
+        parents: ShortHashes,
+        depths: npt.NDArray[np.int32],
+    ) -> None:
+        """Blocks were written, and can be found.
+
+        Args:
+            space, layout, hashes: as of `matched`, in any order.
+            parents: uint64 [n], short hashes of what is before each; 0: nothing, or not known.
+            depths: int32 [n], their places in their chains; 0: not known.
+        """
+        if hashes and not self._ended:
+            self._hand_over(_Put(time.monotonic(), space, layout, hashes, parents, depths))
+
+    def close(self) -> None:
+        """Write what was handed over, and close the file. Idempotent."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join()
+
+    def _hand_over(self, event: _Match | _Put) -> None:
+        count = len(event.hashes)
+        with self._counting:
+            if self._blocks_waiting and self._blocks_waiting + count > _MOST_WAITING:
+                self._lost += 1
+                return
+            self._blocks_waiting += count
+        self._waiting.put(event)
+
+    # In the thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                event = self._waiting.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                self._flush()
+                continue
+            if event is None:
+                break
+            self._tell_lost(event.at)
+            if isinstance(event, _Match):
+                self._write_match(event)
+            else:
+                self._write_put(event)
+            with self._counting:
+                self._blocks_waiting -= len(event.hashes)
+        self._tell_lost(time.monotonic())
+        try:
+            self._file.close()
+        except OSError as error:
+            self._end(f"cannot be written: {error.strerror}")
+
+    def _tell_lost(self, at: float) -> None:
+        with self._counting:
+            lost, self._lost = self._lost, 0
+        if lost:
+            self._write({"t": self._since(at), "lost": lost})
+
+    def _write_match(self, event: _Match) -> None:
+        place = event.start
+        number = self._number(event.space, event.layout)
+        line: dict[str, Any] = {
+            "t": self._since(event.at),
+            "space": number,
+            "match": self._names(number, shortened(event.hashes)),
+            "found": event.found,
+            "depth": 0 if place is None else place.depth,
+        }
+        if place is not None and place.depth > 1:
+            line["parent"] = self._names(number, shortened([place.before]))
+        self._write(line)
+
+    def _write_put(self, event: _Put) -> None:
+        """A line for each run of blocks that follow each other."""
+        names, parents, depths = shortened(event.hashes), event.parents, event.depths
+        follows = (parents[1:] == names[:-1]) & (depths[1:] == depths[:-1] + 1) & (depths[:-1] > 0)
+        cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(names)]
+        number = self._number(event.space, event.layout)
+        for first, end in pairwise(cuts):
+            line = {
+                "t": self._since(event.at),
+                "space": number,
+                "put": self._names(number, names[first:end]),
+                "depth": int(depths[first]),
+            }
+            if parents[first]:
+                line["parent"] = self._names(number, parents[first : first + 1])
+            self._write(line)
+
+    def _since(self, at: float) -> float:
+        return round(at - self._began, 6)
+
+    def _number(self, space: bytes, layout: KVLayout) -> int:
+        number = self._spaces.get(space)
+        if number is None:
+            number = self._spaces[space] = len(self._spaces)
+            self._write({"space": number, "block_size": layout.block_size, "block_bytes": layout.block_bytes})
+        return number
+
+    def _names(self, space: int, names: ShortHashes) -> str:
+        """What the log calls blocks of a space, one after the other."""
+        raw, size = names.astype("<u8").tobytes(), _NAME_BYTES
+        keyed = blake2b(digest_size=size, key=self._key, salt=space.to_bytes(size, "little"))
+        named = []
+        for at in range(0, len(raw), size):
+            one = keyed.copy()
+            one.update(raw[at : at + size])
+            named.append(one.hexdigest())
+        return "".join(named)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._ended:
+            return
+        text = json.dumps(line) + "\n"
+        full = self._written + len(text) > self._most
+        if full:
+            text = json.dumps({"t": line.get("t", 0.0), "full": self._most}) + "\n"
+        try:
+            self._file.write(text)
+        except OSError as error:
+            self._end(f"cannot be written: {error.strerror}")
+            return
+        self._written += len(text)
+        if full:
+            self._flush()
+            self._end(f"has {self._most} bytes, as many as it may have")
+
+    def _flush(self) -> None:
+        if not self._ended:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._end(f"cannot be written: {error.strerror}")
+
+    def _end(self, why: str) -> None:
+        if not self._ended:
+            self._ended = True
+            _log.warning("the trace at %s %s: it ends here", self.path, why)
+
+
+def _new_file(path: str) -> TextIO:
+    """A file that only its owner can read; what was there is kept under another name."""
+    try:
+        if os.path.exists(path):
+            os.replace(path, f"{path}.1")
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        return gzip.open(path, "wt", encoding="ascii") if path.endswith(".gz") else open(path, "w")
+    except OSError as error:
+        raise ConfigError("trace", f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,221 @@
+"""The `cost` policy: what it learns, and that it keeps what is told to be worth keeping."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kvpager.kvstore.cost_policy import CostPolicy
+from kvpager.kvstore.policy import BlockFacts, EvictionPolicy, Losses, Retention, make_policy
+from kvpager.kvstore.return_times import ReturnTimes
+
+Request = tuple[float, list[int]]
+"""When, and the numbers of its blocks."""
+
+
+class Tier:
+    """A tier without bytes: it tells its policy what a store tells, and checks what that does."""
+
+    def __init__(
+        self, name: str, capacity: int, *, seed: int = 7, check: bool = False, losses: Losses | None = None
+    ) -> None:
+        self.now = 0.0
+        self.policy: EvictionPolicy = make_policy(
+            name, capacity, clock=lambda: self.now, seed=seed, losses=losses
+        )
+        self._check = check
+        self._free = list(range(capacity - 1, -1, -1))
+        self.slots: dict[int, int] = {}
+        self._blocks: dict[int, int] = {}
+        self.gone: list[int] = []
+        self.asked = self.hits = 0
+
+    def request(self, now: float, blocks: list[int]) -> int:
+        self.now = now
+        policy = self.policy
+        number = len(blocks)
+        found = next((at for at, block in enumerate(blocks) if block not in self.slots), number)
+        self.asked += number
+        self.hits += found
+        names = (np.array(blocks, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        parents = np.concatenate([[np.uint64(0)], names[:-1]])
+        depths = np.arange(1, number + 1, dtype=np.int32)
+        if policy.learns:
+            if found:
+                policy.found(self._ids(blocks[:found]))
+            if found < number:
+                policy.missed(BlockFacts(names[found:], parents[found:], depths[found:]))
+        here = self._ids([block for block in blocks if block in self.slots])
+        policy.remove(here)
+        new = np.array([at for at, block in enumerate(blocks) if block not in self.slots], dtype=np.intp)
+        if policy.learns and len(new) > len(self._free):
+            facts = BlockFacts(names[new], parents[new], depths[new])
+            new = new[policy.wanted(facts, len(self._free))]
+        for slot in policy.evict(max(0, len(new) - len(self._free))).tolist():
+            block = self._blocks.pop(slot)
+            del self.slots[block]
+            self._free.append(slot)
+            self.gone.append(block)
+        new = new[: len(self._free)]
+        ids = np.array([self._free.pop() for _ in new], dtype=np.int32)
+        for at, slot in zip(new.tolist(), ids.tolist(), strict=True):
+            self.slots[blocks[at]], self._blocks[slot] = slot, blocks[at]
+        if policy.learns and len(new):
+            policy.admit(ids, BlockFacts(names[new], parents[new], depths[new]))
+        policy.insert(ids[::-1])
+        policy.insert(here[::-1])
+        if self._check:
+            policy.check_integrity()
+        return found
+
+    def retain(self, blocks: list[int], retention: Retention) -> None:
+        self.policy.retain(self._ids(blocks), retention)
+
+    def _ids(self, blocks: list[int]) -> npt.NDArray[np.int32]:
+        return np.array([self.slots[block] for block in blocks], dtype=np.int32)
+
+    def replay(self, requests: list[Request]) -> float:
+        for now, blocks in requests:
+            self.request(now, blocks)
+        return self.hits / self.asked
+
+
+def chats(seed: int, seconds: float = 3000.0) -> list[Request]:
+    """Chats behind one system prompt, whose turns come after a minute or so, and prompts sent once."""
+    random = np.random.default_rng(seed)
+    requests: list[Request] = []
+    fresh = iter(range(1, 10_000_000))
+    for start in np.cumsum(random.exponential(1.5, int(seconds / 1.5))).tolist():
+        if random.random() < 0.5:
+            requests.append((start, [0, *(next(fresh) for _ in range(int(random.integers(4, 40))))]))
+            continue
+        blocks, now = [0], start
+        for _ in range(int(random.geometric(0.25))):
+            blocks = [*blocks, *(next(fresh) for _ in range(int(random.integers(1, 5))))]
+            requests.append((now, blocks))
+            now += float(random.lognormal(np.log(60.0), 0.5))
+    return sorted(requests)
+
+
+def chain(number: int, length: int) -> list[int]:
+    return [number * 1000 + at for at in range(length)]
+
+
+def conversation_trace() -> list[Request]:
+    folder = os.environ.get("KVPAGER_TRACES")
+    where = Path(folder) if folder else Path(__file__).resolve().parents[2] / "shared" / "traces"
+    path = where / "mooncake_conversation.jsonl"
+    if not path.is_file():
+        pytest.skip("no mooncake_conversation.jsonl: set KVPAGER_TRACES to the folder that has it")
+    with path.open() as lines:
+        rows = [json.loads(line) for line in lines]
+    return [(row["timestamp"] / 1000, row["hash_ids"]) for row in rows]
+
+
+@pytest.mark.parametrize("capacity", [300, 1000])
+def test_chats_are_kept_before_what_is_sent_once(capacity: int) -> None:
+    requests = chats(3)
+    ratio = {name: Tier(name, capacity).replay(requests) for name in ("cost", "lru", "s3fifo")}
+    assert ratio["cost"] > 1.1 * max(ratio["lru"], ratio["s3fifo"])
+
+
+def test_the_same_seed_gives_the_same_victims_and_the_books_agree() -> None:
+    requests = chats(4, 400.0)
+    first, second = Tier("cost", 150, check=True), Tier("cost", 150)
+    assert first.replay(requests) == second.replay(requests)
+    assert first.gone == second.gone
+
+
+@pytest.mark.parametrize(("capacity", "least"), [(1000, 0.0708), (3000, 0.1234)])
+def test_on_the_conversation_trace_it_finds_more_than_the_textbook_policies(
+    capacity: int, least: float
+) -> None:
+    assert Tier("cost", capacity).replay(conversation_trace()) >= least
+
+
+@pytest.fixture
+def learned() -> Tier:
+    """A tier that has seen chats."""
+    tier = Tier("cost", 300)
+    tier.replay(chats(5, 600.0))
+    return tier
+
+
+def test_nothing_stays_for_ever(learned: Tier) -> None:
+    now = learned.now
+    for turn in range(1, 8):
+        learned.request(now + 60.0 * turn, chain(90_001, 2 * turn))
+    assert learned.request(now + 480.0, chain(90_001, 14)) == 14
+    for at in range(200):
+        learned.request(now + 600.0 + 600.0 * at, chain(91_000 + at, 12))
+    assert not set(chain(90_001, 14)) & set(learned.slots)
+
+
+@pytest.mark.parametrize(
+    "advice",
+    [Retention(priority=100), Retention(about_to_finish=True, priority=50), Retention(will_return=20.0)],
+)
+def test_advice_keeps_blocks_while_it_holds(advice: Retention) -> None:
+    kept = {}
+    for hinted in (False, True):
+        tier = Tier("cost", 60, check=True)
+        tier.request(0.0, chain(1, 10))
+        if hinted:
+            tier.retain(chain(1, 10), advice)
+        for at in range(12):
+            tier.request(1.0 + at, chain(10 + at, 8))
+        kept[hinted] = len(set(chain(1, 10)) & set(tier.slots))
+    assert kept[True] == 10 > kept[False]
+
+
+def test_a_low_priority_goes_first() -> None:
+    tier = Tier("cost", 30, check=True)
+    for number in (1, 2, 3):
+        tier.request(float(number), chain(number, 10))
+    tier.retain(chain(3, 10), Retention(priority=-100))
+    tier.request(4.0, chain(4, 10))
+    assert set(tier.gone) == set(chain(3, 10))
+
+
+def test_what_is_dear_to_lose_stays() -> None:
+    def losses(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+        return np.where(ids < 10, 1.0, 1e-3)
+
+    tier = Tier("cost", 30, check=True, losses=losses)
+    for number in (1, 2, 3):
+        tier.request(float(number), chain(number, 10))
+    tier.request(4.0, chain(4, 10))
+    tier.request(5.0, chain(5, 10))
+    assert set(chain(1, 10)) <= set(tier.slots)
+
+
+def test_a_place_is_worth_most_when_who_thinks_is_about_to_be_back() -> None:
+    times = ReturnTimes([np.zeros(2, dtype=np.intp), np.arange(2)], 4.0, np.full(2, 0.1))
+    for at in range(400):
+        now = 10.0 * at
+        times.used(now, at % 2, 1.0)
+        if at >= 6 and at % 2 == 0:
+            # Kind 0 comes back after a minute, kind 1 never does.
+            times.returned(now, now - 60.0, 0, 1.0)
+    times.fit(4000.0)
+    ages = np.array([1.0, 45.0, 2000.0])
+    back, never = (times.index(np.full(3, kind), ages) for kind in (0, 1))
+    assert back[1] > back[0] > back[2]
+    assert (back[:2] > 5 * never[:2]).all()
+
+
+def test_a_conversation_that_was_evicted_is_known_when_it_comes_back() -> None:
+    tier = Tier("cost", 40, check=True)
+    for turn in range(1, 5):
+        tier.request(100.0 * turn, chain(1, 4 * turn))
+        for at in range(5):
+            tier.request(100.0 * turn + at + 1, chain(100 * turn + at, 20))
+    policy = tier.policy
+    assert isinstance(policy, CostPolicy)
+    tier.request(500.0, chain(1, 20))
+    run = policy._runs.of[tier.slots[chain(1, 20)[0]]]
+    assert policy._runs.turns[run] == 4
