@@ -450,7 +450,7 @@ def _on_document(
 
         for session in range(scene.sessions):
             ask(session)
-        most = 0
+        most = saved = 0
         warm = True
         # However slow a machine is, each of them is answered once.
         while warm or meter.seconds < scene.seconds or ended < scene.sessions:
@@ -460,11 +460,12 @@ def _on_document(
                 ask(running.pop(request.id))
             meter.after_step()
             most = max(most, llm.store.pool.capacity - llm.store.available_blocks)
+            if warm:  # looking at all rows takes time, which is not measured yet
+                saved = max(saved, llm.store.sharing().saved_blocks)
             if warm and (ended >= scene.sessions or meter.seconds > scene.seconds):
                 warm = False
                 meter.restart()
         summary = meter.summary()
-        saved = llm.store.sharing().saved_blocks
         for request in llm.scheduler.unfinished:
             llm.abort(request)
         _forget_vram(llm)
