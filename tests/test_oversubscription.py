@@ -249,9 +249,8 @@ def test_a_session_wakes_in_every_mode_alone_and_beside_others(waking_report: di
     scene = waking.QUICK
     rows = waking_report["results"]["wake"]["rows"]
     assert [(row["mode"], row["tokens"], row["awake"]) for row in rows] == [
-        case
-        for mode in MODES
-        for case in [*((mode, count, 0) for count in scene.lengths), (mode, scene.longest, scene.awake)]
+        *((mode, count, 0) for count in scene.lengths for mode in MODES),
+        *((mode, scene.longest, scene.awake) for mode in MODES),
     ]
     for row in rows:
         assert row["first_token_s"]["count"] == scene.wakes
