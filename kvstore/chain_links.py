@@ -89,7 +89,7 @@ class ChainLinks:
             others, found = others[found > 0], found[found > 0] - 1
             up[others] = self._self[found]
             np.add.at(self._children, found, 1)
-        if np.count_nonzero(facts.depths) < len(slots):
+        if not facts.depths.item(0):
             up[(up == 0) & (parents == 0) & (facts.depths == 0)] = _NOT_TOLD
         self._up[slots] = up
 
@@ -143,8 +143,8 @@ class ChainLinks:
         up = self._up[slots]
         inside = up[:-1] == self._self[slots[1:]]
         children = self._children[slots]
-        children[1:] -= inside
-        if np.count_nonzero(children):
+        if children.item(0) or np.count_nonzero(children[1:] != inside):
+            children[1:] -= inside
             for at in children.nonzero()[0].tolist():
                 if children.item(at) > gone.get(slots.item(at), 0):
                     if at == 0:

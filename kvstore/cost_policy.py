@@ -1,25 +1,21 @@
 """The `cost` policy: what a place is worth, in seconds expected to be saved for each that it is taken.
 
-Runs are ranked (`runs`): stretches of chains that were last used together. Each use is of a kind: how many
-turns its conversation had, the gap before this one, how many blocks of the prompt nobody asked for before.
-What others share is of a kind by its own uses and gap, and the last block of a prompt, which may be filled
-only in part, is of its own where it turns out to come back less. What a run is worth follows from how uses
-of its kind came back (`return_times`), from its age, from advice, and from what losing a block costs.
+Runs are ranked (`runs`): stretches of chains that were last used together. Each use is of a kind, by what
+could be seen of it (`use_kinds`). What a run is worth follows from how uses of its kind came back
+(`return_times`), from its age, from advice, and from what losing a block costs.
 
-Ghosts remember of blocks that are not here of which run their last use was: so a conversation that was
-evicted is known when it returns, and that it did is learned. They are entries of a table by hash, and one
-that another displaced is told by its neighbours in the chain. (Ghosts: "ARC", Megiddo and Modha, FAST
-2003.)
+Of blocks that are not here it is remembered of which run their last use was (`ghosts`): so a conversation
+that was evicted is known when it returns, and that it did is learned. One that was forgotten is told by its
+neighbours in the chain.
 
 A newcomer gets a place only if it is worth no less than what would go for it. A run goes from its end,
-block by block, and no block before those that follow it, as far as these are known.
+block by block, and no block before those that follow it, as far as these are known (`victims`).
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import ClassVar, Final, NamedTuple, Unpack
 
@@ -27,76 +23,24 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.settings import expect_integer
+from . import use_kinds
 from .chain_links import ChainLinks
 from .ghosts import Ghosts
 from .lineage import ShortHashes
 from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention
 from .return_times import ReturnTimes
-from .run_ranking import RunRanking
 from .runs import Parts, Places, Runs, Use, stretches
+from .victims import Going, Victims
 
 __all__ = ["CostPolicy"]
 
 _Floats = npt.NDArray[np.float64]
 
-_TURNS: Final = [1, 2, 3, 5]
-_NEW: Final = [2, 4, 16]
-_GAPS: Final = [0.0, 16.0, 64.0, 256.0]
-_OWN_GAPS: Final = [1.0, 4.0, 16.0, 64.0, 256.0]
-_USES: Final = [3, 9, 33]
-"""Where the next one begins of the classes of what is counted or measured, which kinds are made of."""
-_SHAPE: Final = (len(_TURNS) + 1, len(_NEW) + 1, len(_GAPS) + 1)
-_BODIES: Final = _SHAPE[0] * _SHAPE[1] * _SHAPE[2]
-_ENDS: Final = 2
-_SHARED_SHAPE: Final = (len(_OWN_GAPS) + 1, len(_USES) + 1)
-_SHARED: Final = _SHARED_SHAPE[0] * _SHARED_SHAPE[1]
-_FIRST_END: Final = _BODIES
-_FIRST_SHARED: Final = _BODIES + _ENDS
-_KINDS: Final = _BODIES + _ENDS + _SHARED
-_UNKNOWN: Final = (len(_NEW)) * _SHAPE[2]
-"""The kind of what nobody asked for before it came: as if a long new chain were of it."""
-
 _TRIED: Final = 4
 """Of so many lookups one is looked at whether its last block does as the others do, where it seemed to."""
-_GOLDEN: Final = (5**0.5 - 1) / 2
-"""Whose multiples, modulo 1, are spread."""
+_MANY: Final = 64
+"""New runs that are made together, if they are alike."""
 _NONE: Final = np.zeros(0, dtype=np.intp)
-
-
-def _groups() -> list[npt.NDArray[np.intp]]:
-    """The groups of kinds, coarser ones first."""
-    body = np.arange(_BODIES)
-    turns, new, _ = np.unravel_index(body, _SHAPE)
-    end, shared = np.arange(_ENDS), np.arange(_SHARED)
-    families = np.repeat([0, 1, 2], [_BODIES, _ENDS, _SHARED])
-    by_new = np.concatenate([(turns > 0) * 4 + new, 8 + end * 0, 9 + shared * 0])
-    by_turns = np.concatenate([turns * 4 + new, 20 + end, 22 + shared // _SHARED_SHAPE[1]])
-    return [np.asarray(one, dtype=np.intp) for one in (families, by_new, by_turns, np.arange(_KINDS))]
-
-
-def _expected() -> _Floats:
-    """How much sooner than another each kind is expected back while nothing was seen."""
-    turns = np.unravel_index(np.arange(_BODIES), _SHAPE)[0]
-    uses = np.arange(_SHARED) % _SHARED_SHAPE[1] + 1
-    return np.concatenate([1.0 + turns, [1.0, 2.0], 1.0 + uses])
-
-
-def _body(turns: int, new: int, gap: float) -> int:
-    """The kind of what is used by a lookup.
-
-    Args:
-        turns: how often its conversation was gone on with.
-        new: how many blocks nobody asked for before.
-        gap: seconds since the conversation's last turn; below 0: it has none.
-    """
-    return (bisect_right(_TURNS, turns) * _SHAPE[1] + bisect_right(_NEW, new)) * _SHAPE[2] + (
-        bisect_right(_GAPS, gap)
-    )
-
-
-def _shared(gap: float, uses: int) -> int:
-    """The kind of what was used by others, too, so many times, and the last time so many seconds ago."""
-    return _FIRST_SHARED + bisect_right(_OWN_GAPS, gap) * _SHARED_SHAPE[1] + bisect_right(_USES, uses)
 
 
 class _Found(NamedTuple):
@@ -109,18 +53,6 @@ class _Found(NamedTuple):
 
 
 _NOTHING_FOUND: Final = _Found(np.empty(0, dtype=np.int32), _NONE, [])
-
-
-class _Going(NamedTuple):
-    """What goes."""
-
-    at: Places
-    before: Parts
-    """The stretches of their standings."""
-    parents: dict[int, int] | None = None
-    """As of `ChainLinks.leave`."""
-    blocked: Sequence[int] = ()
-    """Runs that would have gone before, but that something follows."""
 
 
 def _some_new(before: Parts) -> bool:
@@ -168,10 +100,11 @@ class CostPolicy:
         capacity = expect_integer("capacity", capacity, 0, MOST_BLOCKS)
         self._clock = options.get("clock", time.monotonic)
         self._losses = options.get("losses")
-        self._seed = options.get("seed", 0)
         self._weights = {**self.known_weights, **(options.get("weights") or {})}
         self._runs = Runs(capacity)
-        self._times = ReturnTimes(_groups(), self._weights["prior"], self._weights["lindy"] * _expected())
+        self._times = ReturnTimes(
+            use_kinds.groups(), self._weights["prior"], self._weights["lindy"] * use_kinds.expected()
+        )
         self._links = ChainLinks(capacity)
         self._ghosts = Ghosts(capacity)
         self._names = np.zeros(capacity, dtype=np.uint64)
@@ -182,12 +115,7 @@ class CostPolicy:
         """The slot that the last lookup found at the end of its chain."""
         self._demotions = 0
         self._lookups = 0
-        self._changes = 0
-        self._draws = 0
-        self._ranking: RunRanking | None = None
-        """What holds for a while, once blocks have gone by it."""
-        self._looked: tuple[int, float, RunRanking] | None = None
-        """The latest one that was made, after which change, and when."""
+        self._victims = Victims(self._runs, self._links, self._worth, self._clock, options.get("seed", 0))
 
     def __len__(self) -> int:
         return self._runs.count
@@ -295,7 +223,7 @@ class CostPolicy:
         Returns:
             where in the chain each stretch of what is alike begins and ends, and a new run for it.
         """
-        self._changes += 1
+        self._victims.changed()
         runs, times = self._runs, self._times
         now = self._clock()
         pieces = [(begin, end, run, runs.use(run)) for begin, end, run in before]
@@ -305,13 +233,13 @@ class CostPolicy:
             _, known, _, deepest = pieces[-1]
             if 4 * known >= 3 * deepest.path or known >= deepest.path - 1 > 1:
                 turns, gap = deepest.turns + 1, now - deepest.last
-        body = _body(turns, new, gap)
+        body = use_kinds.body(turns, new, gap)
         alike: list[tuple[int, Use]] = []
         for begin, end, run, use in pieces:
             if times.noted(run):
                 times.returned(now, use.last, use.kind, (end - begin) / use.path)
             own = now - use.last
-            kind = body if turns and own >= gap / 4 else _shared(own, use.uses)
+            kind = body if turns and own >= gap / 4 else use_kinds.shared(own, use.uses)
             held = use.until > now and use.favour > 0.0
             favour, until = (use.favour, use.until) if held else (1.0, 0.0)
             if not alike or alike[-1][1].kind != kind or alike[-1][1].until != until:
@@ -319,7 +247,7 @@ class CostPolicy:
         if new and (not alike or alike[-1][1].kind != body or alike[-1][1].until):
             alike.append((path - new, Use(now, body, turns, 1, path)))
         self._lookups += 1
-        end_kind = _FIRST_END + (turns > 0)
+        end_kind = use_kinds.end(turns)
         if path > 1 and (self._lookups % _TRIED == 0 or times.apart(end_kind, body)):
             # The last block by itself: it may be but a part of one, which is another one the next time.
             begin, use = alike[-1]
@@ -377,7 +305,7 @@ class CostPolicy:
         if len(ids) == 0:
             return
         self._settle()
-        self._changes += 1
+        self._victims.changed()
         at = ids.astype(np.intp)
         if self._links.any_here(at):
             self.forget(ids)
@@ -403,10 +331,14 @@ class CostPolicy:
         else:
             breaks = ((like[1:] != like[:-1]) | ~follow).nonzero()[0] + 1
             cuts = [0, *breaks.tolist(), len(at)]
+        if ranked and len(cuts) > _MANY and not np.count_nonzero(like):
+            # As where a tier takes up this policy.
+            runs.add(at, np.array(cuts), Use(self._clock(), use_kinds.UNKNOWN))
+            return
         parts = []
         for begin, end in pairwise(cuts):
             of = runs.with_tag(like.item(begin))
-            made = runs.make(runs.use(of) if of else Use(self._clock(), _UNKNOWN))
+            made = runs.make(runs.use(of) if of else Use(self._clock(), use_kinds.UNKNOWN))
             parts.append((begin, end, made))
         runs.put(at, [], parts, ranked=ranked)
         for begin, _, made in parts:
@@ -420,17 +352,18 @@ class CostPolicy:
         if len(ids) == 0:
             return
         self._settle()
-        self._changes += 1
+        self._victims.changed()
         at = ids.astype(np.intp)
         runs = self._runs
         standing = runs.standing[at]
         before = stretches(standing)
         if _some_new(before):
+            if len(before) == 1:
+                self._place(at[::-1], ranked=True)
+                return
             self._place(at[standing == 0][::-1], ranked=True)
             at, standing = at[standing > 0], standing[standing > 0]
             before = stretches(standing)
-            if not before:
-                return
         if self._demotions:
             # What was demoted, and used since, is as good as others.
             for _, _, one in before:
@@ -440,7 +373,7 @@ class CostPolicy:
 
     def remove(self, ids: Ids) -> None:
         if len(ids):
-            self._changes += 1
+            self._victims.changed()
             if self._found is not None and self._found.ids is ids:
                 self._settle(hold=True)
                 return
@@ -452,23 +385,18 @@ class CostPolicy:
             return
         self._settle()
         at = ids.astype(np.intp)
-        self._let_go(_Going(at, stretches(self._runs.standing[at])))
+        self._let_go(Going(at, stretches(self._runs.standing[at])))
 
-    def _let_go(self, going: _Going) -> None:
-        looked = self._looked
-        if looked is not None and looked[0] == self._changes:
-            self._ranking = looked[2]
-        if self._ranking is not None and going.blocked:
-            self._ranking.pass_over(going.blocked)
-        self._changes += 1
+    def _let_go(self, going: Going) -> None:
+        self._victims.gone(going)
         runs, ghosts = self._runs, self._ghosts
-        names = self._names[going.at]
+        names = self._names[going.slots]
         places = ghosts.places(names)
         ghosts.names[places] = names
         for begin, end, standing in going.before:
             ghosts.tags[places[begin:end]] = runs.tag.item(standing >> 1)
-        runs.take_out(going.at, going.before)
-        self._links.leave(going.at, going.parents)
+        runs.take_out(going.slots, going.before, ends=going.parents is not None)
+        self._links.leave(going.slots, going.parents)
 
     def _worth(self, runs: Places) -> _Floats:
         table, now = self._runs, self._clock()
@@ -492,25 +420,6 @@ class CostPolicy:
             worth = worth * self._losses(table.ends(runs).astype(np.int32))
         return worth
 
-    def _ranked(self, count: int) -> RunRanking:
-        """Runs that go first, where so many slots are to go."""
-        now = self._clock()
-        most = count * 8 > self._runs.count
-        if self._ranking is not None and self._ranking.holds(now) and (self._ranking.all or not most):
-            return self._ranking
-        if self._looked is not None:
-            changes, looked_at, ranking = self._looked
-            if changes == self._changes and looked_at == now and (ranking.all or not most):
-                return ranking
-        return self._compared(now, everything=most)
-
-    def _compared(self, now: float, *, everything: bool) -> RunRanking:
-        self._draws += 1
-        draw = None if everything else (self._seed + self._draws) * _GOLDEN % 1.0
-        ranking = RunRanking(self._runs, self._worth, now, draw)
-        self._looked = self._changes, now, ranking
-        return ranking
-
     def wanted(self, facts: BlockFacts, room: int) -> npt.NDArray[np.bool_]:
         self._settle()
         take = np.ones(len(facts), dtype=np.bool_)
@@ -518,7 +427,8 @@ class CostPolicy:
         need = len(facts) - room
         if need <= 0:
             return take
-        self._ranking = ranking = self._ranked(need)
+        ranking = self._victims.ranking(need)
+        self._victims.stay_with(ranking)
         runs, ghosts, names = self._runs, self._ghosts, facts.names[room:]
         places = ghosts.places(names)
         like = ghosts.tags[places] * ghosts.known(names, places)
@@ -529,7 +439,7 @@ class CostPolicy:
         worth = 0.0
         for _, end, tag in stretches(like):
             run = runs.with_tag(tag)
-            mine = first.item(runs.kind.item(run) if run else _UNKNOWN, 0)
+            mine = first.item(runs.kind.item(run) if run else use_kinds.UNKNOWN, 0)
             while at < end:
                 if gone <= at:
                     following = next(theirs, None)
@@ -543,51 +453,16 @@ class CostPolicy:
                 at = min(end, gone)
         return take
 
-    def _choose(self, count: int) -> _Going:
-        """Slots that go first, in this order: of each run from its end, and none before its children."""
-        runs, links = self._runs, self._links
-        left = total = min(count, runs.count)
-        slots: list[Places] = []
-        parts: Parts = []
-        taken: dict[int, int] = {}
-        gone: dict[int, int] = {}
-        blocked: list[int] = []
-        ranking = self._ranked(left) if left else None
-        while left > 0 and ranking is not None:
-            before = left
-            for run, _ in ranking:
-                already = taken.get(run, 0)
-                part = runs.last_ranked(run, already + left)[already:]
-                part = links.free(part, gone) if len(part) else part
-                if not len(part):
-                    blocked.append(run)
-                else:
-                    slots.append(part)
-                    parts.append((total - left, total - left + len(part), 2 * run + 1))
-                    left -= len(part)
-                    if left <= 0:
-                        break
-                    taken[run] = already + len(part)
-            if left == before:
-                if ranking.all:
-                    # What is held has what may go before it in its chain, which then goes.
-                    rest = runs.standing & 1 > 0
-                    rest[np.concatenate([_NONE, *slots])] = False
-                    at = np.concatenate([*slots, np.flatnonzero(rest)[:left]])
-                    return _Going(at, stretches(runs.standing[at]))
-                ranking = self._compared(self._clock(), everything=True)
-        return _Going(slots[0] if len(slots) == 1 else np.concatenate([_NONE, *slots]), parts, gone, blocked)
-
     def coldest(self, count: int) -> Ids:
         self._settle()
-        return self._choose(count).at.astype(np.int32)
+        return self._victims.choose(count).slots.astype(np.int32)
 
     def evict(self, count: int) -> Ids:
         self._settle()
-        going = self._choose(count)
-        if len(going.at):
+        going = self._victims.choose(count)
+        if len(going.slots):
             self._let_go(going)
-        return going.at.astype(np.int32)
+        return going.slots.astype(np.int32)
 
     def demote(self, ids: Ids) -> int:
         self._settle()
@@ -595,8 +470,7 @@ class CostPolicy:
         runs = self._runs
         at = at[runs.standing[at] & 1 > 0]
         if len(at):
-            self._changes += 1
-            self._ranking = None
+            self._victims.told()
             at = at[::-1]
             before = stretches(runs.standing[at])
             made = runs.make(runs.use(before[0][2] >> 1)._replace(favour=0.0, until=np.inf))
@@ -609,7 +483,7 @@ class CostPolicy:
         self._settle()
         if len(ids) == 0:
             return
-        self._changes += 1
+        self._victims.told()
         runs, now, weights = self._runs, self._clock(), self._weights
         at = ids.astype(np.intp)
         unplaced = at[runs.standing[at] == 0]

@@ -23,9 +23,9 @@ Worth = Callable[[Places], npt.NDArray[np.float64]]
 
 _LOOKED_AT: Final = 1024
 """Runs that are compared; of more, as many are drawn."""
-_TAKEN: Final = 1 / 32
+_TAKEN: Final = 1 / 16
 """The share of them that may go before they are compared anew."""
-_KEPT: Final = 4 * _TAKEN
+_KEPT: Final = 3 * _TAKEN
 """The share that is kept in order: of those that may go some will have been used by then."""
 _FEWEST: Final = 64
 _HOLDS: Final = 1.0
@@ -67,6 +67,10 @@ class RunRanking:
         self._may_go = max(1, int(min(number, _LOOKED_AT) * _TAKEN))
         self.all = draw is None or len(self._entries) == number
 
+    def fresh(self, now: float) -> bool:
+        """Whether it was made not long ago."""
+        return now - self._made_at < _HOLDS
+
     def holds(self, now: float) -> bool:
         """Whether it need not be made anew. Passes over what has gone from its front."""
         idle, order = self._table.idle, self._table.order
@@ -74,7 +78,7 @@ class RunRanking:
         while self._at < len(entries):
             run, known, _ = entries[self._at]
             if idle.item(run) and order.item(run) == known:
-                return self._at < self._may_go and now - self._made_at < _HOLDS
+                return self._at < self._may_go and self.fresh(now)
             self._at += 1
         return False
 

@@ -235,6 +235,36 @@ class Runs:
             if idle:
                 self._come_to_rank(run, idle)
 
+    def add(self, slots: Places, cuts: Places, use: Use) -> None:
+        """These slots, in the order of their chains and in no run yet, are of new runs, and may go.
+
+        Args:
+            cuts: intp [runs + 1]: where in `slots` each run begins, and the last one ends.
+            use: the last one of all of them.
+        """
+        lengths = np.diff(cuts)
+        number = len(lengths)
+        if len(self._free) < number + _SPARE // 2:
+            self._grow(number + _SPARE)
+        runs = np.array([self._free.popleft() for _ in range(number)], dtype=np.intp)
+        counted = np.arange(1, number + 1)
+        self.tag[runs] = (self._made + counted) << _RUN_BITS | runs
+        for name, value in use._asdict().items():
+            getattr(self, name)[runs] = value
+        self.rider[runs] = 0
+        self.stop[runs] = self._append(slots) + cuts[1:]
+        self.start[runs] = self.stop[runs] - lengths
+        self.held[runs] = self.idle[runs] = lengths
+        self.standing[slots] = np.repeat(2 * runs + 1, lengths)
+        # As if each had come to rank by itself, the last one first.
+        self.order[runs] = self._order + counted[::-1]
+        self.spot[runs] = self._pooled + counted[::-1]
+        self._pool[self._pooled : self._pooled + number] = runs[::-1]
+        self._pooled += number
+        self._made += number
+        self._order += number
+        self.count += len(slots)
+
     def _append(self, slots: Places) -> int:
         """They stand at the end of the log; where the first one does."""
         number = len(slots)
@@ -245,10 +275,17 @@ class Runs:
         self._log[first : self._tail] = slots
         return first
 
-    def take_out(self, slots: Places, before: Parts) -> None:
-        """These slots, of these stretches of standings, are of no run, and not ranked."""
+    def take_out(self, slots: Places, before: Parts, *, ends: bool = False) -> None:
+        """These slots, of these stretches of standings, are of no run, and not ranked.
+
+        Args:
+            ends: they are what `last_ranked` gave of each run.
+        """
         self.count -= self._leave(before)
         self.standing[slots] = 0
+        if ends:
+            for begin, end, standing in before:
+                self.stop[standing >> 1] -= end - begin
 
     def _leave(self, before: Parts) -> int:
         """Slots of these stretches of standings are of their runs no more; how many of them were ranked."""
@@ -318,6 +355,8 @@ class Runs:
         """The ranked slots at its end, up to so many, the last one first, up to one that is not."""
         start, stop = self.start.item(run), self.stop.item(run)
         entries = self._log[max(start, stop - most) : stop]
+        if self.idle.item(run) == stop - start:
+            return entries[::-1]
         standing = self.standing[entries]
         if np.count_nonzero(standing == 2 * run + 1) == len(entries):
             return entries[::-1]
