@@ -7,7 +7,8 @@
 A tenth of all sessions fits the device tier. Some are active at a time, from half of what fits to twice as
 much; their histories are computed before and lie in host memory, where each case finds them alone again.
 Each case warms up until as many turns have ended as are active, and is measured for some seconds then, or
-until it has had its number of turns.
+until it has had its number of turns. The modes of a share take turns of half a second, so that what else the
+machine does falls on all alike; an engine whose turn it is not makes no step, and its clocks stand.
 
     python benchmarks/oversubscription.py --shape 1b [--modes copy,attend] [--shares 0.5,1] [--json FILE]
     python benchmarks/oversubscription.py --quick        # tiny, on a CPU
@@ -18,8 +19,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -80,8 +81,7 @@ class Scene:
         dtype: what it computes in.
         workload: the chats.
         host_bytes: host memory: for the histories, and what is added in a case.
-        window: of each case, and
-        recompute_window: of those that compute histories again, in which less happens.
+        window: of each case.
     """
 
     shape: ModelShape
@@ -90,7 +90,6 @@ class Scene:
     workload: ChatWorkload
     host_bytes: int
     window: Window
-    recompute_window: Window
 
     @property
     def fitting(self) -> int:
@@ -118,8 +117,9 @@ def _chats(sessions: int, vocabulary: int) -> ChatWorkload:
 
 
 _REHEARSAL: Final = Window(0.0, 2.0, 10)
-_GPU_WINDOW: Final = Window(6.0, 6.0)
-_GPU_RECOMPUTE: Final = Window(6.0, 6.0)
+_GPU_WINDOW: Final = Window(4.0, 3.0)
+_SLICE_SECONDS: Final = 0.5
+"""Of a case, before it is the turn of the next mode."""
 
 SCENES: Final = {
     "1b": Scene(
@@ -129,7 +129,6 @@ SCENES: Final = {
         _chats(1000, LLAMA_1B.vocabulary),
         72 << 30,
         _GPU_WINDOW,
-        _GPU_RECOMPUTE,
     ),
     "8b": Scene(
         LLAMA_8B,
@@ -138,7 +137,6 @@ SCENES: Final = {
         _chats(350, LLAMA_8B.vocabulary),
         94 << 30,
         _GPU_WINDOW,
-        _GPU_RECOMPUTE,
     ),
 }
 QUICK: Final = Scene(
@@ -147,7 +145,6 @@ QUICK: Final = Scene(
     torch.float32,
     ChatWorkload(30, 64, 8, 8, TINY.vocabulary, 8),
     16 << 20,
-    Window(0.0, 30.0, turns=18),
     Window(0.0, 30.0, turns=18),
 )
 
@@ -210,28 +207,44 @@ class _Case:
         self.unanswered = 0
         """those of them that ended before their time."""
         self._computed = 0
+        self._before = 0, 0
 
-    def run(self, window: Window) -> dict[str, Any]:
-        """Warm up, and measure; what `Meter.summary` says, and how many turns ended meanwhile."""
+    def warm_up(self, window: Window) -> None:
+        """Run until as many turns have ended as are active, and no longer than a window says."""
         began = time.monotonic()
-        while not self._is_over(window) and self.turns < self._active:
+        while not self._has_its_turns(window) and self.turns < self._active:
             if time.monotonic() - began > window.warm_seconds:
                 break
             self._step()
-        before, computed = self.turns, self._computed
+        self._before = self.turns, self._computed
         self.meter.restart()
-        while not self._is_over(window) and self.meter.seconds < window.seconds:
+        self.meter.pause()
+
+    def run(self, window: Window) -> None:
+        """A slice of what is measured."""
+        self.meter.resume()
+        until = self.meter.seconds + _SLICE_SECONDS
+        while not self.is_over(window) and self.meter.seconds < until:
             self._step()
+        self.meter.pause()
+
+    def is_over(self, window: Window) -> bool:
+        """Whether all of a window was measured."""
+        return self._has_its_turns(window) or self.meter.seconds >= window.seconds
+
+    def summary(self) -> dict[str, Any]:
+        """What `Meter.summary` says, and how many turns ended meanwhile."""
+        turns, computed = self.turns - self._before[0], self._computed - self._before[1]
         return {
             **self.meter.summary(),
-            "turns": self.turns - before,
-            "computed_tokens_per_turn": (self._computed - computed) / max(1, self.turns - before),
+            "turns": turns,
+            "computed_tokens_per_turn": computed / max(1, turns),
             "turns_in_all": self.turns,
             "unanswered": self.unanswered,
             "session_tokens": float(np.mean([len(one.tokens) for one in self._sessions.values()])),
         }
 
-    def _is_over(self, window: Window) -> bool:
+    def _has_its_turns(self, window: Window) -> bool:
         return window.turns is not None and self.turns >= window.turns
 
     def _step(self) -> None:
@@ -294,16 +307,31 @@ class _Case:
 
 
 def measure(
-    llm: LLM, host: HostStore, scene: Scene, mode: str, share: float
-) -> tuple[dict[str, Any], Answers]:
-    """Run a case: what it took, and what was answered."""
+    engines: Mapping[str, LLM], host: HostStore, scene: Scene, share: float
+) -> list[tuple[dict[str, Any], Answers]]:
+    """Run the cases of a share, by turns: what each mode took, and what was answered.
+
+    Args:
+        engines: by mode.
+    """
     active = scene.active(share)
-    case = _Case(llm, scene.workload, active)
+    cases = {mode: _Case(llm, scene.workload, active) for mode, llm in engines.items()}
     try:
-        found = case.run(scene.recompute_window if mode == "recompute" else scene.window)
+        for case in cases.values():
+            case.warm_up(scene.window)
+        turn = list(cases.values())
+        while any(not case.is_over(scene.window) for case in turn):
+            for case in turn:
+                case.run(scene.window)
+            turn.reverse()
+        found = {mode: case.summary() for mode, case in cases.items()}
     finally:
-        case.end(host)
-    return {"mode": mode, "share": share, "active": active, **found}, case.answers
+        for case in cases.values():
+            case.end(host)
+    return [
+        ({"mode": mode, "share": share, "active": active, **found[mode]}, case.answers)
+        for mode, case in cases.items()
+    ]
 
 
 # ---- before and after ----
@@ -401,23 +429,26 @@ def run(
     with HostStore(scene.host_bytes, device=scene.device) as host:
         fill(loaded, host, workload, 4 * scene.device_blocks)
         say(f"{workload.sessions} histories in host memory after {time.monotonic() - began:.1f} s")
-        for mode in modes:
-            began = time.monotonic()
-            with engine(
-                loaded,
-                mode,
-                host,
-                device_blocks=scene.device_blocks,
-                block_size=workload.block_size,
-                max_sequences=most,
-                max_tokens=scene.max_tokens,
-            ) as llm:
-                rehearse(llm, workload.vocabulary, most)
-                brief = replace(scene, window=_REHEARSAL, recompute_window=_REHEARSAL)
-                measure(llm, host, brief, mode, max(shares))
-                say(f"{mode}: ready after {time.monotonic() - began:.1f} s")
-                for share in shares:
-                    row, answers = measure(llm, host, scene, mode, share)
+        began = time.monotonic()
+        with ExitStack() as made:
+            engines = {}
+            for mode in modes:
+                engines[mode] = made.enter_context(
+                    engine(
+                        loaded,
+                        mode,
+                        host,
+                        device_blocks=scene.device_blocks,
+                        block_size=workload.block_size,
+                        max_sequences=most,
+                        max_tokens=scene.max_tokens,
+                    )
+                )
+                rehearse(engines[mode], workload.vocabulary, most)
+            measure(engines, host, replace(scene, window=_REHEARSAL), max(shares))
+            say(f"engines are ready after {time.monotonic() - began:.1f} s")
+            for share in shares:
+                for row, answers in measure(engines, host, scene, share):
                     # The first mode is what the others are held to.
                     truth = truths.setdefault(share, answers)
                     row["answers"] = None if truth is answers else agreement(loaded, workload, truth, answers)
@@ -494,7 +525,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scene = replace(
             scene,
             window=replace(scene.window, seconds=options.seconds),
-            recompute_window=replace(scene.recompute_window, seconds=options.seconds),
         )
     modes = options.modes.split(",")
     if unknown := set(modes) - set(MODES):

@@ -84,6 +84,7 @@ class Meter:
         self._prompts = np.zeros(1024, dtype=np.int64)
         self._counts = np.zeros(1024, dtype=np.int64)
         self._at = np.zeros(1024)
+        self._paused: float | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -102,7 +103,19 @@ class Meter:
     @property
     def seconds(self) -> float:
         """Length of the window so far."""
-        return time.monotonic() - self._begun
+        return (self._paused or time.monotonic()) - self._begun
+
+    def pause(self) -> None:
+        """The engine makes no steps until `resume`: that time is nobody's."""
+        self._paused = time.monotonic()
+
+    def resume(self) -> None:
+        """It goes on."""
+        if self._paused is not None:
+            away = time.monotonic() - self._paused
+            self._begun += away
+            self._at += away
+            self._paused = None
 
     def submitted(self, sequence: Sequence) -> None:
         """A request came."""

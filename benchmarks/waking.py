@@ -17,7 +17,8 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -173,7 +174,7 @@ def _first_token(llm: LLM, prompt: Tokens) -> float:
 def wake(
     loaded: LoadedModel, host: HostStore, scene: Scene, modes: Sequence[str], say: Say
 ) -> dict[str, Any]:
-    """A session that sleeps in host memory wakes, in each of the modes."""
+    """A session that sleeps in host memory wakes, in each of the modes by turns."""
     histories = {count: scene.tokens(count, count) for count in scene.lengths}
     awake_blocks = scene.awake * scene.blocks(2 * scene.awake_tokens + _steps(scene))
     sizes: dict[str, Any] = {
@@ -182,35 +183,51 @@ def wake(
         "max_sequences": scene.awake + 4,
         "max_tokens": max(scene.longest, scene.awake_tokens + _steps(scene)) + 64,
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     rewriting: dict[str, Any] = {}
-    for at, mode in enumerate(modes):
-        messages = 100_000 * (1 + at)  # what one mode kept another does not find
-        with engine(loaded, mode, host, **sizes) as llm:
+    with ExitStack() as made:
+        engines = {mode: made.enter_context(engine(loaded, mode, host, **sizes)) for mode in modes}
+        # What one mode kept another does not find.
+        messages = {mode: 100_000 * (1 + at) for at, mode in enumerate(modes)}
+        for llm in engines.values():
             # Also where nothing is kept below: the same is computed for all.
             llm.generate([*histories.values()], greedy(1))
             rehearse(llm, scene.shape.vocabulary, scene.awake + 1)
-            for count, history in histories.items():
-                seconds = []
-                for number in range(_CAPTURES + scene.wakes):
+        for count, history in histories.items():
+            seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+            for number in range(_CAPTURES + scene.wakes):
+                for mode, llm in engines.items():
                     _forget_vram(llm)
-                    prompt = np.concatenate([history, scene.tokens(_MESSAGE, messages + number + count)])
-                    seconds.append(_first_token(llm, prompt))
-                found = percentiles(np.array(seconds[_CAPTURES:]))
+                    message = scene.tokens(_MESSAGE, messages[mode] + number + count)
+                    seconds[mode].append(_first_token(llm, np.concatenate([history, message])))
+            for mode in modes:
+                found = percentiles(np.array(seconds[mode][_CAPTURES:]))
                 rows.append({"mode": mode, "tokens": count, "awake": 0, "first_token_s": found})
                 say(f"wake {mode:>9} {count:6} tokens: first token {found['p50']:.4f} / {found['p99']:.4f} s")
-            rows.append(
-                {
-                    "mode": mode,
-                    "tokens": scene.longest,
-                    **_beside(llm, scene, histories[scene.longest], messages),
-                }
-            )
+        history = histories[scene.longest]
+        beside = _by_turns(
+            {mode: _beside(llm, scene, history, messages[mode]) for mode, llm in engines.items()}
+        )
+        for mode, told in beside.items():
+            rows.append({"mode": mode, "tokens": scene.longest, **told})
             say(f"wake {mode:>9} beside {scene.awake}: {rows[-1]}")
-            if mode == "attend":
-                rewriting = _rewriting(llm, scene, histories[scene.longest])
-                say(f"rewriting a row of {rewriting['blocks']} blocks: {rewriting['seconds']}")
+        if "attend" in engines:
+            rewriting = _rewriting(engines["attend"], scene, history)
+            say(f"rewriting a row of {rewriting['blocks']} blocks: {rewriting['seconds']}")
     return {"rows": rows, "rewriting": rewriting}
+
+
+def _by_turns(runs: Mapping[str, Generator[None, None, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Have each of some programs go on to its next stop, in turns, until all have ended; what they return."""
+    found: dict[str, dict[str, Any]] = {}
+    while len(found) < len(runs):
+        for mode, run in runs.items():
+            if mode not in found:
+                try:
+                    next(run)
+                except StopIteration as end:
+                    found[mode] = end.value
+    return {mode: found[mode] for mode in runs}
 
 
 def _steps(scene: Scene) -> int:
@@ -218,8 +235,10 @@ def _steps(scene: Scene) -> int:
     return 5 * (scene.wakes + _CAPTURES) * scene.wake_every
 
 
-def _beside(llm: LLM, scene: Scene, history: Tokens, messages: int) -> dict[str, Any]:
+def _beside(llm: LLM, scene: Scene, history: Tokens, messages: int) -> Generator[None, None, dict[str, Any]]:
     """How long tokens of sequences that are awake take, undisturbed and while a session wakes ever again.
+
+    Stops after each wake, for others to have a turn.
 
     Args:
         messages: seed of the first message of the session that wakes.
@@ -238,7 +257,7 @@ def _beside(llm: LLM, scene: Scene, history: Tokens, messages: int) -> dict[str,
 
     def steps(
         wakes: int, message: int | None, *, sleeps: bool = True
-    ) -> tuple[list[float], npt.NDArray[np.float64]]:
+    ) -> Generator[None, None, tuple[list[float], npt.NDArray[np.float64]]]:
         meter.restart()
         first = []
         for number in range(wakes):
@@ -256,16 +275,19 @@ def _beside(llm: LLM, scene: Scene, history: Tokens, messages: int) -> dict[str,
                 done += 1
             if waking is not None and waking.first_token_at is not None:
                 first.append(waking.first_token_at - waking.arrived_at)
+            meter.pause()
+            yield
+            meter.resume()
         return first, meter.gaps(ids)
 
-    steps(_CAPTURES, None)
-    steps(_CAPTURES, messages + 30_000)
+    yield from steps(_CAPTURES, None)
+    yield from steps(_CAPTURES, messages + 30_000)
     before = llm.scheduler.stats.snapshot()
-    _, quiet = steps(scene.wakes, None)
-    first, disturbed = steps(scene.wakes, messages + 40_000)
+    _, quiet = yield from steps(scene.wakes, None)
+    first, disturbed = yield from steps(scene.wakes, messages + 40_000)
     after = llm.scheduler.stats.snapshot()
     # The same prompts of a session that did not sleep: what computing them takes from the others.
-    _, prompted = steps(scene.wakes, messages + 50_000, sleeps=False)
+    _, prompted = yield from steps(scene.wakes, messages + 50_000, sleeps=False)
     for request in awake:
         llm.abort(request)
     return {

@@ -314,7 +314,7 @@ class TieredStore:
         if near == len(names):
             return None
         if pays is not None:
-            # Of a sidecar's memory it is not known here; then all of it counts as what may lie in cold.
+            # Where a sidecar does not say, all of it counts as what may lie in cold.
             resident = self.host.count_resident(names[near:]) or 0
             beyond = names[near + resident :]
             runs = (Tier.DEVICE, near), (Tier.HOST, resident), (Tier.COLD, len(beyond))

@@ -20,6 +20,8 @@ from kvpager.engine.padded import PaddedDecode, padded_size
 from kvpager.engine.sampler import SamplingParams
 from kvpager.engine.sequence import Sequence, SequenceState
 from kvpager.engine.upload import upload
+from kvpager.kvstore.cost import LinkCost
+from kvpager.kvstore.cost_estimates import LinkEstimate
 from kvpager.tests.engine_cases import (
     GREEDY,
     HALF_SIZE,
@@ -217,6 +219,8 @@ def test_forks_and_aborts_leave_rows_in_any_order(half: Case, judge: Judge, make
 def test_short_chunks_of_prompts_run_in_padded_steps_and_long_ones_do_not(
     llama: Case, made: list[LLM]
 ) -> None:
+    if llama.device != "cpu":
+        pytest.skip("float32 has no kernel that a graph could hold")
     llm = run_padded(maker(llama, made)())
     padded = llm._runner._padded
     assert padded is not None
@@ -264,7 +268,8 @@ def test_who_wakes_far_is_installed_by_the_step_that_reads_it(
         evict_device(llm)
         assert pair[1].sleeping is not None
         promoted += len(pair[1].sleeping.hashes)
-        llm.store.costs.in_place.moved(1 << 30, 1e-6)  # so little that it is not copied up beside the other
+        # So little that it is not copied up beside the other.
+        llm.store.costs.in_place = LinkEstimate(LinkCost(0.0, 1e-15))
         llm.step()
         assert pair[1].row is not None
         assert llm.store.far_blocks(pair[1].row) == 0

@@ -107,7 +107,7 @@ def test_a_random_model_is_named_by_what_its_weights_come_from(loaded: LoadedMod
 def test_every_mode_answers_every_turn_and_all_answer_alike(report: dict[str, Any]) -> None:
     cases = report["results"]["cases"]
     assert [(case["mode"], case["share"]) for case in cases] == [
-        (mode, share) for mode in MODES for share in SHARES
+        (mode, share) for share in SHARES for mode in MODES
     ]
     for case in cases:
         assert case["turns_in_all"] >= QUICK.window.turns
@@ -172,9 +172,9 @@ def test_a_case_leaves_host_memory_with_the_histories_alone_for_the_next(loaded:
         assert space.resident == blocks
         sizes: dict[str, Any] = {"max_sequences": 8, "max_tokens": QUICK.max_tokens}
         with engine(loaded, "attend", host, device_blocks=QUICK.device_blocks, block_size=8, **sizes) as llm:
-            _, answers = measure(llm, host, QUICK, "attend", 2.0)
+            ((_, answers),) = measure({"attend": llm}, host, QUICK, 2.0)
             assert space.resident == blocks
-            _, again = measure(llm, host, QUICK, "attend", 2.0)
+            ((_, again),) = measure({"attend": llm}, host, QUICK, 2.0)
             common = answers.keys() & again.keys()
             assert len(common) > QUICK.fitting
             assert all(answers[turn] == again[turn] for turn in common)
@@ -249,9 +249,8 @@ def test_a_session_wakes_in_every_mode_alone_and_beside_others(waking_report: di
     scene = waking.QUICK
     rows = waking_report["results"]["wake"]["rows"]
     assert [(row["mode"], row["tokens"], row["awake"]) for row in rows] == [
-        case
-        for mode in MODES
-        for case in [*((mode, count, 0) for count in scene.lengths), (mode, scene.longest, scene.awake)]
+        *((mode, count, 0) for count in scene.lengths for mode in MODES),
+        *((mode, scene.longest, scene.awake) for mode in MODES),
     ]
     for row in rows:
         assert row["first_token_s"]["count"] == scene.wakes
