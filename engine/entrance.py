@@ -265,7 +265,8 @@ class Entrance:
             self._give_up(sequence)
             return False
         self.enter(sequence, row)
-        if self._budget.take(far):
+        # Of one that does not fit some is read in place in any case.
+        if (self._swap is Swap.ATTEND and wanted > self._store.available_blocks) or self._budget.take(far):
             self._stats.attended += far > 0
             self.start(sequence, row)
         else:
@@ -334,6 +335,8 @@ class Entrance:
         Once for each row that came to far blocks: to try again whenever a block is free would take from the
         others what they are about to want. All of its far blocks cross the bus in this step in any case.
         """
+        if not self._came_far:
+            return None
         came = np.array([row for row in readers.tolist() if row in self._came_far], dtype=np.int64)
         if not len(came):
             return None

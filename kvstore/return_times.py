@@ -198,12 +198,15 @@ class ReturnTimes:
 
     def _reckon(self, chance: _Floats) -> None:
         """`worth` from the chance of a return within each bin, [kinds, bins], of who got to it."""
-        left = np.cumprod(1.0 - chance, axis=1)
-        self._return: list[float] = (1.0 - left[:, self._horizon]).tolist()
-        held = _WIDTHS * (1.0 - chance / 2)
+        self._return: list[float] = (1.0 - np.prod(1.0 - chance[:, : self._horizon + 1], axis=1)).tolist()
+        # By bins, then kinds: so the most over bins is taken of all kinds at a time.
+        chance = chance.T.copy()
+        held = _WIDTHS[:, None] * (1.0 - chance / 2)
+        left = np.ones_like(chance)
         for start in range(_BINS):
-            left = np.cumprod(1.0 - chance[:, start:-1], axis=1)
-            left = np.concatenate([np.ones((len(chance), 1)), left], axis=1)
-            uses = np.cumsum(left * chance[:, start:], axis=1)
-            taken = np.cumsum(left * held[:, start:], axis=1)
-            self.worth[:, start] = (uses / taken).max(axis=1)
+            # Of those that got to this bin, not of all there were, of whom next to none may be left.
+            left[start] = 1.0
+            np.cumprod(1.0 - chance[start:-1], axis=0, out=left[start + 1 :])
+            uses = np.cumsum(left[start:] * chance[start:], axis=0)
+            taken = np.cumsum(left[start:] * held[start:], axis=0)
+            self.worth[:, start] = (uses / taken).max(axis=0)

@@ -163,6 +163,7 @@ def test_numbers_of_numpy_are_numbers(llama: Case, make_llama: MakeLLM) -> None:
         ({"max_tokens": 513}, ConfigError, "max_tokens: must be between 2 and the model's 512"),
         ({"step_tokens": 0}, ConfigError, "step_tokens"),
         ({"load_seconds": -1.0}, ConfigError, "load_seconds"),
+        ({"policy": "mru"}, ConfigError, "policy"),
         ({"device": "abacus"}, ConfigError, "device"),
         ({"device": "meta"}, ConfigError, "device"),
         ({"device": "cuda:99"}, ConfigError, "device"),

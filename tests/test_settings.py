@@ -161,6 +161,8 @@ HOSTS: list[Case] = [
         for value in (5, "", "gpu", "cuda:x", "cuda:-1", ["cuda:0"], "cuda:99999")
     ],
     *[(host(extent_bytes=value), "extent_bytes") for value in ("x", 0, -4096, 1000, 4096.0, True, 2 << 20)],
+    *[(host(policy_weights=value), "policy_weights") for value in ({"x": 1}, [0.5], "x", 5)],
+    *[(host(retention_ttl=value), "retention_ttl") for value in (0, -1.0, math.nan, "x", None, True)],
     *[
         (host(clean_ahead=value), "clean_ahead")
         for value in (math.nan, math.inf, -0.1, 1.5, "x", None, True, 10**400)
