@@ -39,8 +39,7 @@ _WIDTHS: Final = np.diff(np.append(_EDGES, _EDGES[-1] * _STEP))
 _NEAR: Final = 0.5 ** (np.abs(np.subtract.outer(np.arange(_BINS), np.arange(_BINS))) / 4.0)
 """What is seen in one bin counts for another one, too: half as much with each factor of four."""
 _MOST: Final = 0.9
-_ALL: Final = 0.97
-"""Shares of the returns: the ages at which so many were seen are the scale on which time is measured."""
+"""The share of the returns that came by the age which is the scale of what is expected where none was seen."""
 _LITTLE: Final = 1e-9
 """What is next to nothing: a worth, a chance, an exponent."""
 _KEPT: Final = 1 << 15
@@ -101,7 +100,7 @@ class ReturnTimes:
         self._thinned = 0
         """The share of uses that are noted is 2 to minus this."""
         self._late = np.inf
-        """The age that nearly all who returned had at most."""
+        """The age that nobody who returned had yet."""
         self._thin_next = _KEPT
         self._turned_at: float | None = None
         self._fit_next = _FIRST_FIT
@@ -141,7 +140,7 @@ class ReturnTimes:
         worth += part * (self.worth[kinds, np.minimum(bins + 1, _BINS - 1)] - worth)
         late = np.flatnonzero(ages > self._late)
         if len(late):
-            # Too few returned so late to tell kinds apart: these go before all others, the oldest first.
+            # Nobody returned so late, so kinds are not told apart: these go before all others, the oldest first.
             worth[late] = np.minimum(worth[late], _LITTLE / ages[late])
         return worth
 
@@ -173,7 +172,7 @@ class ReturnTimes:
         scale = now - float(times.min())
         if len(age):
             scale = _quantile(age, weight, _MOST)
-            self._late = max(_FIRST, _quantile(age, weight, _ALL))
+            self._late = max(_FIRST, float(age.max()))
         chance = self._unseen(max(_FIRST, scale))
         near = np.eye(_BINS)
         for members in self._members:
