@@ -39,7 +39,7 @@ _WIDTHS: Final = np.diff(np.append(_EDGES, _EDGES[-1] * _STEP))
 _NEAR: Final = 0.5 ** (np.abs(np.subtract.outer(np.arange(_BINS), np.arange(_BINS))) / 4.0)
 """What is seen in one bin counts for another one, too: half as much with each factor of four."""
 _MOST: Final = 0.9
-"""The share of the returns that came by the age which is the scale of what is expected where none was seen."""
+"""The share of returns that came by the age which is the scale of what is expected of the unseen."""
 _LITTLE: Final = 1e-9
 """What is next to nothing: a worth, a chance, an exponent."""
 _KEPT: Final = 1 << 15
@@ -140,7 +140,7 @@ class ReturnTimes:
         worth += part * (self.worth[kinds, np.minimum(bins + 1, _BINS - 1)] - worth)
         late = np.flatnonzero(ages > self._late)
         if len(late):
-            # Nobody returned so late, so kinds are not told apart: these go before all others, the oldest first.
+            # Nobody returned so late: these go before all others, the oldest first.
             worth[late] = np.minimum(worth[late], _LITTLE / ages[late])
         return worth
 
