@@ -237,7 +237,8 @@ def fitted_compute(
     scale = np.sqrt(np.diag(gram))
     inverse = np.linalg.inv(gram / np.outer(scale, scale) + _RIDGE * np.eye(len(values)))
     errors = np.sqrt(variance * np.diag(inverse)) / scale
-    return ComputeCost(*values.tolist(), step_tokens), ComputeCost(*errors.tolist(), step_tokens)
+    cost, error = (ComputeCost(*figures.tolist(), step_tokens=step_tokens) for figures in (values, errors))
+    return cost, error
 
 
 class CostEstimates:
