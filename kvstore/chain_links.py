@@ -57,7 +57,7 @@ class ChainLinks:
 
     def any_here(self, slots: _Places) -> bool:
         """Whether one of these slots has a block."""
-        return np.count_nonzero(self._self[slots]) > 0
+        return bool(np.count_nonzero(self._self[slots]))
 
     def join(
         self,

@@ -141,7 +141,8 @@ class CostPolicy:
 
     def _slots_of(self, names: ShortHashes, slots: Places) -> Places:
         """Those of these slots, plus one, that hold the blocks of these names; 0 for the others."""
-        return slots * ((self._names[slots - 1] == names) & self._links.here(slots - 1))
+        held: Places = slots * ((self._names[slots - 1] == names) & self._links.here(slots - 1))
+        return held
 
     def _is_here(self, slot: int) -> bool:
         return bool(self._links.here(np.array([slot]))[0])

@@ -165,7 +165,9 @@ class ReturnTimes:
         left = np.concatenate([none + 1.0, left[:, :-1]], axis=1)
         taken = np.concatenate([none, np.cumsum(left * _WIDTHS * (1.0 - chance / 2), axis=1)], axis=1)
         uses = np.concatenate([none, np.cumsum(left * chance, axis=1)], axis=1)
+        # By bins, then kinds: so the most over bins is taken of all kinds at a time.
+        uses, taken = uses.T.copy(), taken.T.copy()
         for start in range(_BINS):
             later = slice(start + 1, None)
-            ratio = (uses[:, later] - uses[:, start, None]) / (taken[:, later] - taken[:, start, None])
-            self.worth[:, start] = ratio.max(axis=1)
+            ratio = (uses[later] - uses[start]) / (taken[later] - taken[start])
+            self.worth[:, start] = ratio.max(axis=0)

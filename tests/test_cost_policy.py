@@ -219,3 +219,33 @@ def test_a_conversation_that_was_evicted_is_known_when_it_comes_back() -> None:
     tier.request(500.0, chain(1, 20))
     run = policy._runs.standing[tier.slots[chain(1, 20)[0]]] >> 1
     assert policy._runs.turns[run] == 4
+
+
+def facts_of(chains: int, length: int, *, placed: bool) -> BlockFacts:
+    """Facts of chains one after the other, or of the same blocks where nobody knows their places."""
+    number = chains * length
+    names = (np.arange(number, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    depths = np.tile(np.arange(1, length + 1, dtype=np.int32), chains)
+    parents = np.where(depths > 1, np.roll(names, 1), np.uint64(0))
+    return BlockFacts(names, parents * np.uint64(placed), depths * np.int32(placed))
+
+
+def test_many_chains_that_come_at_once_go_in_the_order_in_which_they_were_inserted() -> None:
+    policy = CostPolicy(400, clock=lambda: 0.0)
+    ids = np.arange(400, dtype=np.int32)
+    policy.admit(ids, facts_of(100, 4, placed=True))
+    policy.insert(ids[::-1])
+    policy.check_integrity()
+    assert policy.evict(390).tolist() == ids[:9:-1].tolist()
+    policy.check_integrity()
+    assert len(policy) == 10
+
+
+def test_blocks_of_unknown_places_that_come_together_are_of_one_run() -> None:
+    policy = CostPolicy(64, clock=lambda: 0.0)
+    ids = np.arange(64, dtype=np.int32)
+    policy.admit(ids, facts_of(1, 64, placed=False))
+    policy.insert(ids[::-1])
+    policy.check_integrity()
+    assert len(policy._runs.candidates) == 1
+    assert policy.evict(64).tolist() == ids[::-1].tolist()
