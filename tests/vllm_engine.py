@@ -14,6 +14,8 @@ import sys
 from typing import Any
 
 MARK = "@kvpager@ "
+_MOST_STEPS = 5000
+"""Of a millisecond each, where an engine that is in this process has nothing to compute."""
 
 
 def answer(values: object) -> None:
@@ -68,7 +70,12 @@ class Engine:
         }
 
     def reset(self) -> bool:
-        return self._llm.reset_prefix_cache()
+        """vLLM forgets its own prefix cache, once what is being stored is stored."""
+        for _ in range(_MOST_STEPS):
+            if self._llm.reset_prefix_cache():
+                return True
+            self._llm.llm_engine.step()
+        return False
 
     def metrics(self) -> dict[str, float]:
         return {one.name: one.value for one in self._llm.get_metrics() if hasattr(one, "value")}

@@ -26,9 +26,7 @@ _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _SHA_DIGITS: Final = (40, 64)
 """Of git's and of large files' digests, by which a Hugging Face cache names its blobs."""
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
-_NOT_CONTENT: Final = frozenset(
-    {"_name_or_path", "name_or_path", "transformers_version", "architectures_source"}
-)
+_NOT_CONTENT: Final = frozenset({"_name_or_path", "transformers_version"})
 
 
 def digest_folder(folder: Path) -> bytes:
@@ -75,8 +73,8 @@ def _digest_file(path: Path) -> bytes:
 def digest_model(config: VllmConfig) -> bytes:
     """32 bytes that name what this engine computes KV with.
 
-    Weights by content; the model's configuration as vLLM resolved it, RoPE and windows included; how it computes
-    and keeps it: types, quantisation.
+    Weights by content; the model's configuration as vLLM resolved it, RoPE and windows included; how it
+    computes and keeps it: types, quantisation.
 
     Raises:
         OSError: the weights cannot be read here.
@@ -156,7 +154,7 @@ class ChainRoots:
         return ChainIdentity(self._model.result(), adapter, epoch=self._epoch, salt=salt).root
 
     def reset(self) -> None:
-        """Weights were changed in place: what is known of them from now on is not what was, nor any other's."""
+        """Weights were changed in place: from now on KV is shared with no engine, not with itself before."""
         self._epoch = int.from_bytes(os.urandom(8), "little") | 1
 
     def _digest(self, config: VllmConfig) -> None:
@@ -170,8 +168,8 @@ class ChainRoots:
 class _Adapters:
     """Digests of adapters by their numbers, each made once for a state of its files.
 
-    vLLM loads an adapter's files when it is first used, and again where a request says so. Where they have changed
-    since they were digested, and no request said so, nobody knows what is loaded: it has no digest any more.
+    vLLM loads an adapter's files when it is first used, and again where a request says so. Where they have
+    changed since they were digested, and no request said so, nobody knows what is loaded: then it has none.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -190,8 +188,8 @@ class _Adapters:
                         known = (state, digest_folder(folder))
                 elif known[0] != state and known[1] is not None:
                     self._log.warning(
-                        "kvpager: the files of adapter %s have changed: nothing is found or kept of it until it "
-                        "is loaded under another number, or in place",
+                        "kvpager: the files of adapter %s have changed: nothing is found or kept of it until "
+                        "it is loaded under another number, or in place",
                         adapter.lora_name,
                     )
                     known = (known[0], None)

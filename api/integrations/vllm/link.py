@@ -1,9 +1,11 @@
-"""The sidecar as the connector sees it: it may be absent, go away and come back, and says so once each time."""
+"""The sidecar as the connector sees it: it may be absent or slow, go away and come back."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from typing import Final
 
 from ....tiers.errors import KVPagerError
 from ....tiers.layout import KVLayout
@@ -12,6 +14,9 @@ from ...remote_space import RemoteSpace
 from .settings import ConnectorSettings
 
 __all__ = ["SidecarLink"]
+
+_PAUSE_SECONDS: Final = 5.0
+"""So that requests which come meanwhile do not wait for a sidecar that stalls, one after the other."""
 
 
 class SidecarLink:
@@ -29,6 +34,7 @@ class SidecarLink:
         self._connection = Connection(settings.url, name=name, tenant=settings.tenant)
         self._lock = threading.Lock()
         self._said_absent = False
+        self._slow_until = 0.0
         self._spaces: dict[tuple[KVLayout, str], RemoteSpace] = {}
 
     def wait(self, seconds: float) -> None:
@@ -43,7 +49,7 @@ class SidecarLink:
     @property
     def ready(self) -> bool:
         """Whether the sidecar can be asked now. Does not wait."""
-        ready = self._connection.ready
+        ready = self._connection.ready and time.monotonic() >= self._slow_until
         if not ready:
             self._say_absent("it does not answer")
         elif self._said_absent:
@@ -52,6 +58,11 @@ class SidecarLink:
             if said:
                 self._log.warning("kvpager: %s is there again", self._url)
         return ready
+
+    def pause(self) -> None:
+        """It did not answer in time: nothing is asked of it for some seconds."""
+        self._slow_until = time.monotonic() + _PAUSE_SECONDS
+        self._say_absent("it does not answer in time")
 
     def space(self, layout: KVLayout, shard: str) -> RemoteSpace | None:
         """The space of a shard, opened where it is not yet; None where that cannot be done now. Waits."""

@@ -163,7 +163,10 @@ class Lookups:
         except Exception:
             self._log.exception("kvpager: a lookup failed, and its request is computed")
             found = from_cold = 0
+            raise
         finally:
+            if not found and lookup.late:
+                self._link.pause()
             lookup.answer(found, from_cold, leases)
             with self._answered:
                 self._under_way -= 1

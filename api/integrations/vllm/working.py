@@ -167,6 +167,11 @@ class WorkerHalf:
             self._log.warning("kvpager: blocks of a request did not come, and are computed: %s", error)
         except Exception:
             self._log.exception("kvpager: a load failed, and its blocks are computed")
+            raise
+        finally:
+            self._end_load(job, came, time.monotonic() - began)
+
+    def _end_load(self, job: Load, came: int, seconds: float) -> None:
         lost = job.blocks[came:]
         with self._changed:
             self._under_way -= 1
@@ -177,7 +182,7 @@ class WorkerHalf:
             self._stats.add(
                 loaded_blocks=came,
                 loaded_bytes=came * (self._layout.block_bytes if self._layout else 0),
-                load_seconds=time.monotonic() - began,
+                load_seconds=seconds,
                 failed_blocks=len(lost),
             )
             self._changed.notify_all()
@@ -204,13 +209,18 @@ class WorkerHalf:
             self._log.warning("kvpager: blocks were not kept: %s", error)
         except Exception:
             self._log.exception("kvpager: a store failed, and its blocks are not kept")
+            raise
+        finally:
+            self._end_store(job, stored, present, time.monotonic() - began)
+
+    def _end_store(self, job: Store, stored: int, present: int, seconds: float) -> None:
         with self._changed:
             self._under_way -= 1
             self._done.stored += Counter({job.number: 1})
             self._stats.add(
                 stored_blocks=stored,
                 stored_bytes=stored * (self._layout.block_bytes if self._layout else 0),
-                store_seconds=time.monotonic() - began,
+                store_seconds=seconds,
                 present_blocks=present,
                 refused_blocks=len(job.blocks) - stored - present,
             )
