@@ -1,7 +1,8 @@
-"""A real vLLM on the CPU, with its KV cache in a real sidecar: it says what it says without, and computes less."""
+"""A real vLLM on the CPU, with its KV cache in a sidecar: it says what it says without, and computes less."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvpager import connect_async
 from kvpager.tests.redis_servers import RedisServer
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tests.vllm_process import Engine, require_vllm
@@ -168,7 +170,7 @@ def test_salts_and_adapters_share_nothing_and_an_adapter_is_known_by_its_content
         assert cached(adapters=[["another", 2, str(other)]]) == 0
         assert cached(**named) == 320
         assert cached(salts=["a"], **named) == 0
-        # Other weights under its old name. Not loaded by vLLM yet: nobody knows. Loaded: they are the other's.
+        # Other weights under its old name: not loaded by vLLM yet; then loaded, and the other's.
         save_adapter(one, 2)
         assert cached(**named) == 0
         assert cached(adapters=[["name", 3, str(one)]]) == 320
@@ -265,25 +267,27 @@ def _wait_for(condition: Any, seconds: float) -> None:
         time.sleep(0.2)
 
 
+async def _empty_host(sidecar: ServeProcess) -> None:
+    async with await connect_async(url_of(sidecar)) as connection:
+        assert await connection.flush(10) == 0
+        assert (await connection.evict_where(tier="host")).lost == 0
+
+
 @pytest.mark.full
 def test_blocks_come_up_from_redis_and_a_stalled_or_lying_one_costs_hits_alone(
     tmp_path: Path, model: Path
 ) -> None:
     with (
         RedisServer(tmp_path) as redis,
-        ServeProcess(tmp_path / "s", f"--cold=redis://127.0.0.1:{redis.port}", host_bytes=64 << 20) as sidecar,
+        ServeProcess(tmp_path / "s", f"--cold={redis.url}", host_bytes=64 << 20) as sidecar,
         Engine(tmp_path, model, url_of(sidecar)) as engine,
     ):
-        from kvpager import connect
-
         expected = engine.ready().ask("generate", prompts=PROMPTS)["tokens"]
 
         def evict() -> None:
             """vLLM and host memory have nothing any more."""
             assert engine.ask("reset")
-            with connect(url_of(sidecar)) as connection:
-                assert connection.flush(10) == 0
-                connection.evict_where(tier="host")
+            asyncio.run(_empty_host(sidecar))
 
         evict()
         said = engine.ask("generate", prompts=PROMPTS)
@@ -296,6 +300,6 @@ def test_blocks_come_up_from_redis_and_a_stalled_or_lying_one_costs_hits_alone(
             client.set(key, value[:-1] + bytes([value[-1] ^ 1]))
         assert engine.ask("generate", prompts=PROMPTS)["tokens"] == expected
         evict()
-        redis.pause()
+        redis.stall()
         assert engine.ask("generate", prompts=PROMPTS)["tokens"] == expected
         redis.resume()

@@ -72,7 +72,7 @@ class Engine:
     def reset(self) -> bool:
         """vLLM forgets its own prefix cache, once what is being stored is stored."""
         for _ in range(_MOST_STEPS):
-            if self._llm.reset_prefix_cache():
+            if bool(self._llm.reset_prefix_cache()):
                 return True
             self._llm.llm_engine.step()
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -174,6 +175,9 @@ class KVPagerConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Whether the engine is to go on with empty steps, until what is being stored is stored."""
         return self._scheduling.storing
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduling.take_events()
 
     def reset_cache(self) -> bool:
         """What was kept stays for engines of the same weights; this one finds none of it any more."""

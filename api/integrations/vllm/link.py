@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Final
 
+from ....kvstore.events import Listener
 from ....tiers.errors import KVPagerError
 from ....tiers.layout import KVLayout
 from ...client import Connection
@@ -31,7 +32,9 @@ class SidecarLink:
     def __init__(self, settings: ConnectorSettings, name: str, log: logging.Logger) -> None:
         self._url = settings.url
         self._log = log
-        self._connection = Connection(settings.url, name=name, tenant=settings.tenant)
+        self._connection = Connection(
+            settings.url, name=name, tenant=settings.tenant, timeout=settings.lookup_seconds
+        )
         self._lock = threading.Lock()
         self._said_absent = False
         self._slow_until = 0.0
@@ -58,6 +61,10 @@ class SidecarLink:
             if said:
                 self._log.warning("kvpager: %s is there again", self._url)
         return ready
+
+    def subscribe(self, listener: Listener) -> None:
+        """Call `listener` with every event of blocks, in the connection's thread."""
+        self._connection.subscribe(listener)
 
     def pause(self) -> None:
         """It did not answer in time: nothing is asked of it for some seconds."""

@@ -37,14 +37,15 @@ class Lookup:
         request: whose blocks are asked for.
         limit: how many of its leading blocks.
         names: of its blocks, where they are known from an earlier lookup.
-        until: when the request waits no longer, of the monotonic clock.
+        seconds: how long the request waits for an answer at most.
     """
 
-    def __init__(self, request: Request, limit: int, names: RequestNames | None, until: float) -> None:
+    def __init__(self, request: Request, limit: int, names: RequestNames | None, seconds: float) -> None:
         self.request = request
         self.limit = limit
-        self.until = until
         self.names = names
+        self._seconds = seconds
+        self._until: float | None = None
         self._found = 0
         self._from_cold = 0
         self._leases: list[Lease] = []
@@ -68,9 +69,19 @@ class Lookup:
         return self._from_cold
 
     @property
+    def seconds_left(self) -> float:
+        """How long the request still waits; all of it before somebody waits."""
+        return self._seconds if self._until is None else max(self._until - time.monotonic(), 0.0)
+
+    @property
     def late(self) -> bool:
         """Whether the request waits no longer."""
-        return not self._done and time.monotonic() > self.until
+        return not self._done and not self.seconds_left
+
+    def await_answer(self) -> None:
+        """The request waits from now on, if it did not before."""
+        if self._until is None:
+            self._until = time.monotonic() + self._seconds
 
     @property
     def wanted(self) -> bool:
@@ -131,7 +142,7 @@ class Lookups:
 
     def begin(self, request: Request, limit: int, names: RequestNames | None) -> Lookup:
         """Ask for the leading `limit` blocks of a request. Does not wait."""
-        lookup = Lookup(request, limit, names, time.monotonic() + self._seconds)
+        lookup = Lookup(request, limit, names, self._seconds)
         with self._answered:
             self._under_way += 1
         self._threads.submit(self._run, lookup)
@@ -148,7 +159,7 @@ class Lookups:
         self._threads.shutdown(cancel_futures=True)
 
     def _run(self, lookup: Lookup) -> None:
-        found, from_cold, leases = 0, 0, list[Lease]()
+        found, from_cold, leases, began = 0, 0, list[Lease](), time.monotonic()
         try:
             if lookup.names is None:
                 root = self._roots.root(lookup.request)
@@ -165,7 +176,7 @@ class Lookups:
             found = from_cold = 0
             raise
         finally:
-            if not found and lookup.late:
+            if not found and time.monotonic() - began >= self._seconds:
                 self._link.pause()
             lookup.answer(found, from_cold, leases)
             with self._answered:
@@ -210,8 +221,8 @@ class Lookups:
             lease = space.match(part[:found], start=place, cold_deadline=_COLD_SECONDS)
             resident = min(resident, len(lease))
             if lease.cold and len(lease) < found:
-                seconds = max(lookup.until - time.monotonic(), 0.0)
-                loaded = space.load(part[: len(lease) + lease.cold], seconds, start=place)
+                wanted = part[: len(lease) + lease.cold]
+                loaded = space.load(wanted, lookup.seconds_left, start=place)
                 lease.release()
                 lease = loaded
             taken.append(lease)

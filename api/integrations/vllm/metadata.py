@@ -69,17 +69,21 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     Args:
         stored: how many workers are done with each store, by its number.
+        refused: numbers of stores of which something is not kept.
         failed: ids of requests of whose loads something did not come.
     """
 
     stored: Counter[int] = field(default_factory=Counter)
+    refused: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Of both."""
         if not isinstance(other, WorkerMetadata):
             raise TypeError(f"must be of kvpager's workers, got {type(other).__name__}")
-        return WorkerMetadata(self.stored + other.stored, self.failed | other.failed)
+        return WorkerMetadata(
+            self.stored + other.stored, self.refused | other.refused, self.failed | other.failed
+        )
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import Counter
@@ -35,6 +35,8 @@ COUNTERS: Final = {
 @dataclass
 class ConnectorStats(KVConnectorStats):
     """Counts of an interval, by the names of `COUNTERS`."""
+
+    data: dict[str, float] = field(default_factory=dict)
 
     def add(self, **counts: float) -> None:
         """Count more of these."""

@@ -88,11 +88,13 @@ def layout_of(config: VllmConfig, caches: KVCacheConfig, tensors: Mapping[str, t
     if len(page_bytes) != 1 or (size := page_bytes.pop()) % block_size:
         raise LayoutError("layers' KV tensors differ in the bytes of a block, which is not supported")
     parallel, first = config.parallel_config, next(iter(tensors.values()))
-    backend = config.attention_config.backend
+    computing = {_attention_of(config, name) for name in tensors}
+    if len(computing) != 1:
+        raise LayoutError(f"layers are attended by several backends ({', '.join(sorted(computing))})")
     parts = (
         "vllm",
         str(caches.kv_cache_layout),
-        "auto" if backend is None else backend.name,
+        computing.pop(),
         first.device.type if first.is_cuda else f"cpu-{platform.machine()}",
         str(first.dtype).removeprefix("torch."),
         "x".join(str(length) for length in first.shape[1:]),
@@ -101,6 +103,13 @@ def layout_of(config: VllmConfig, caches: KVCacheConfig, tensors: Mapping[str, t
     return KVLayout(
         len(tensors), 1, size // block_size, block_size, "uint8", f"opaque:{':'.join(parts)}", planes=1
     )
+
+
+def _attention_of(config: VllmConfig, name: str) -> str:
+    """Who reads a layer's pages: its backend, and on a CPU the instructions that it orders them for."""
+    layer = config.compilation_config.static_forward_context[name]
+    backend: str = layer.get_attn_backend().get_name()
+    return f"{backend}-{layer.isa}" if hasattr(layer, "isa") else backend
 
 
 def _page_bytes(name: str, tensor: torch.Tensor, blocks: int) -> int:
@@ -191,11 +200,11 @@ class CudaPages:
             for tensor in tensors
         )
         self._pages = EnginePages(layout, (views,))
-        self._stream = torch.cuda.Stream(device=self._pages.device)
+        self._stream = torch.cuda.Stream(device=self._pages.device)  # type: ignore[no-untyped-call]
 
     def fence(self) -> _CudaFence:
         """What was launched on the caller's stream."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return _CudaFence(event, self._stream)
 
@@ -223,7 +232,7 @@ class CudaPages:
             slots = torch.tensor(blocks, dtype=torch.int64).to(self._pages.device, non_blocking=True)
             there = torch.from_numpy(addresses).to(self._pages.device, non_blocking=True)
             move(self._pages, slots, there)
-            done = torch.cuda.Event(blocking=True)
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record()
         # A wait that leaves the interpreter to others.
         done.synchronize()

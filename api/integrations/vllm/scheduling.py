@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ....kvstore.lineage import ChainPlace
+from .announcing import Announcements, Stored
 from .identity import ChainRoots
 from .link import SidecarLink
 from .lookups import Lookup, Lookups
@@ -18,6 +19,7 @@ from .settings import ConnectorSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -58,8 +60,10 @@ class _Storing:
     """A store that workers have not all finished."""
 
     blocks: list[int]
-    left: int = field(default=0)
+    left: int
     """Workers that are not done with it."""
+    stored: Stored | None
+    """What is announced when they are."""
 
 
 class SchedulerHalf:
@@ -90,6 +94,11 @@ class SchedulerHalf:
         self._workers = 1
         self._pool: BlockPool | None = None
         self._stats = ConnectorStats()
+        self._announcements: Announcements | None = None
+        events = config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            self._announcements = Announcements()
+            self._link.subscribe(self._announcements.heard)
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The blocks of the engine."""
@@ -125,11 +134,11 @@ class SchedulerHalf:
                 return 0, False
             lookup = self._look_up(tracked)
         if not lookup.done:
+            lookup.await_answer()
             if not lookup.late:
                 return None, False
             if lookup.wanted:
                 self._stats.add(late_lookups=1)
-                self._link.pause()
                 lookup.release()
         more = lookup.found * self._block_size - computed if lookup.wanted else 0
         tracked.local = computed
@@ -186,7 +195,7 @@ class SchedulerHalf:
         done = output.kv_connector_worker_meta
         if isinstance(done, WorkerMetadata):
             for number, count in done.stored.items():
-                self._count_stored(number, count)
+                self._count_stored(number, count, refused=number in done.refused)
             for name in done.failed:
                 # What did not come is computed, and offered again.
                 if (tracked := self._tracked.get(name)) is not None:
@@ -216,6 +225,10 @@ class SchedulerHalf:
                 tracked.lookup.release()
                 tracked.lookup = None
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Blocks that came into host memory or left it since the last time, where vLLM publishes events."""
+        return () if self._announcements is None else self._announcements.take()
+
     def take_stats(self) -> ConnectorStats | None:
         """What was counted since the last time."""
         if self._stats.is_empty():
@@ -239,7 +252,7 @@ class SchedulerHalf:
         """Leading blocks that may be loaded: one token at least is computed."""
         if request.skip_reading_prefix_cache:
             return 0
-        return (request.num_tokens - 1) // self._block_size
+        return int(request.num_tokens - 1) // self._block_size
 
     def _look_up(self, tracked: _Tracked) -> Lookup:
         before = tracked.lookup
@@ -285,20 +298,29 @@ class SchedulerHalf:
             chain = names.first(full)
             place = ChainPlace.at(chain, first)
             blocks = numbers[0][first:full]
+            announced = (
+                None
+                if self._announcements is None
+                else Stored(request, first, chain[first:], self._block_size)
+            )
             self._last_store += 1
             stores.append(Store(self._last_store, chain[first:], place.depth, place.before, blocks))
             # A block whose request ends, or is preempted, is not written by another before it is copied.
             pool.touch([pool.blocks[number] for number in blocks])
-            self._storing[self._last_store] = _Storing(blocks, self._workers)
+            self._storing[self._last_store] = _Storing(blocks, self._workers, announced)
             self._blocks_storing += len(blocks)
             tracked.offered = full
         return stores
 
-    def _count_stored(self, number: int, count: int) -> None:
+    def _count_stored(self, number: int, count: int, *, refused: bool) -> None:
         storing = self._storing[number]
+        if refused:
+            storing.stored = None
         storing.left -= count
         if storing.left <= 0 and self._pool is not None:
             del self._storing[number]
+            if storing.stored is not None and self._announcements is not None:
+                self._announcements.stored(storing.stored)
             self._blocks_storing -= len(storing.blocks)
             # The end of a prompt goes first.
             self._pool.free_blocks(self._pool.blocks[block] for block in reversed(storing.blocks))

@@ -217,6 +217,8 @@ class WorkerHalf:
         with self._changed:
             self._under_way -= 1
             self._done.stored += Counter({job.number: 1})
+            if stored + present < len(job.blocks):
+                self._done.refused.add(job.number)
             self._stats.add(
                 stored_blocks=stored,
                 stored_bytes=stored * (self._layout.block_bytes if self._layout else 0),
