@@ -159,7 +159,7 @@ class Lookups:
         self._threads.shutdown(cancel_futures=True)
 
     def _run(self, lookup: Lookup) -> None:
-        found, from_cold, leases, began = 0, 0, list[Lease](), time.monotonic()
+        found, from_cold, leases = 0, 0, list[Lease]()
         try:
             if lookup.names is None:
                 root = self._roots.root(lookup.request)
@@ -176,8 +176,6 @@ class Lookups:
             found = from_cold = 0
             raise
         finally:
-            if not found and time.monotonic() - began >= self._seconds:
-                self._link.pause()
             lookup.answer(found, from_cold, leases)
             with self._answered:
                 self._under_way -= 1
@@ -218,7 +216,10 @@ class Lookups:
         found, resident = len(part), len(part)
         taken: list[Lease] = []
         for space in spaces:
+            began = time.monotonic()
             lease = space.match(part[:found], start=place, cold_deadline=_COLD_SECONDS)
+            if not len(lease) and time.monotonic() - began >= self._seconds:
+                self._link.pause()
             resident = min(resident, len(lease))
             if lease.cold and len(lease) < found:
                 wanted = part[: len(lease) + lease.cold]
