@@ -47,6 +47,7 @@ from .messages import (
     CommandDone,
     Commit,
     Count,
+    CountResident,
     Done,
     Evict,
     Flush,
@@ -162,6 +163,7 @@ class Answers:
             Hint: self._hint,
             Evict: self._evict,
             MayHaveRoom: self._may_have_room,
+            CountResident: self._count_resident,
             PutNote: self._put_note,
             GetNote: self._get_note,
             Put: self._put,
@@ -407,6 +409,10 @@ class Answers:
 
     def _may_have_room(self, asked: MayHaveRoom) -> Message:
         return Count(int(self._spaces.space(asked.space).room_may_come(asked.held)))
+
+    def _count_resident(self, asked: CountResident) -> Message | Job:
+        space = self._spaces.space(asked.space)
+        return _counted(len(asked.hashes), lambda: space.count_resident(asked.hashes))
 
     def _evict(self, asked: Evict) -> Message | Job:
         space = self._spaces.space(asked.space)

@@ -2,7 +2,7 @@
 
 Engines begin with these figures, and refine them while they serve (`kvstore.cost_estimates`). A cost has a
 part for each move or step and one for each byte or token, so each link is measured with moves of several
-sizes, and a model with prompts of several lengths on an engine of its own, which measures itself.
+sizes, and a model with parts of prompts, at several depths, on an engine of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from ..kvstore.calibration import Calibration, DeviceCosts, ModelCost
 from ..kvstore.cost import LinkCost
-from ..kvstore.cost_estimates import LinkEstimate
+from ..kvstore.cost_estimates import LinkEstimate, fitted_compute
 from ..tiers.errors import KVPagerError
 from ..tiers.mover import HostMover, Mover
 from .bench_cold import DEADLINE, expect_done, own_tier
@@ -39,8 +40,18 @@ _COLD_BYTES: Final = 256 << 10
 _COLD_BATCHES: Final = (1, 4, 16)
 _LEAST_ROUNDS: Final = 4
 _MOST_ROUNDS: Final = 100
-_LENGTHS: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Tokens of prompts, as far as time and the model allow."""
+_GROWTH: Final = tuple(64 << times for times in range(9))
+"""Tokens of the document, each time it grows: to 16,384, as far as time and the model allow."""
+_GROWTH_SHARE: Final = 0.5
+"""Of the time: what is left is for measuring again and again."""
+_QUESTION_SHARE: Final = 1 / 12
+"""Of the time: what one question may take."""
+_QUESTIONS: Final = (32, 128, 512)
+"""Tokens that are computed after a beginning that is there."""
+_LEAST_KINDS: Final = 4
+"""Of steps, that tell the three figures of a model apart."""
+_QUARTILE: Final = 0.25
+_COMPUTE_UNITS: Final = (("us a step", 1e6), ("us a token", 1e6), ("ns a pair", 1e9))
 _BLOCK_TOKENS: Final = 16
 _DEVICE_BYTES: Final = 1 << 30
 
@@ -73,7 +84,7 @@ def calibrated_model(model: str | Path, device: str, seconds: float) -> Calibrat
     Args:
         model: what `LLM` takes.
         device: where it runs, as of `LLM`.
-        seconds: after which no longer prompts are tried.
+        seconds: how long that may take, without what is compiled at first use.
 
     Raises:
         ModelError: the model cannot be read.
@@ -86,11 +97,12 @@ def calibrated_model(model: str | Path, device: str, seconds: float) -> Calibrat
 
     loaded, place = loaded_on(model, device, "auto")
     with LLM(loaded, device=place, block_size=_BLOCK_TOKENS, device_bytes=_DEVICE_BYTES, host_bytes=0) as llm:
-        _run_prompts(llm, seconds)
-        cost = llm.store.costs.compute.cost
-    if cost is None:
+        measured = list(_prefills(llm, seconds))
+        step_tokens = llm.scheduler.step_tokens
+    if len(measured) < _LEAST_KINDS:
         raise KVPagerError(f"{loaded.name} is not known: too few prompts were done in {seconds:g} seconds")
-    costs = DeviceCosts(models={loaded.identity.hex(): ModelCost(loaded.name, cost)})
+    cost, errors = fitted_compute(measured, step_tokens)
+    costs = DeviceCosts(models={loaded.identity.hex(): ModelCost(loaded.name, cost, errors)})
     return Calibration(platform.node(), time.time(), {}, {device_name(place): costs})
 
 
@@ -105,42 +117,75 @@ def calibration_lines(calibration: Calibration) -> Iterator[str]:
         yield f"{words:<58} {link.seconds_per_call * 1e6:8.1f} us + {_rate(link)}"
     for name, costs in calibration.devices.items():
         for model in costs.models.values():
-            compute = model.compute
-            token, pair = compute.seconds_per_token * 1e6, compute.seconds_per_token_pair * 1e9
-            step, words = compute.seconds_per_step * 1e6, f"{name}: prefill with {model.name}"
-            yield f"{words:<58} {step:8.1f} us a step + {token:.2f} us a token + {pair:.2f} ns a pair"
+            figures = zip(
+                _COMPUTE_UNITS,
+                astuple(model.compute)[:3],
+                astuple(model.errors or model.compute)[:3],
+                strict=True,
+            )
+            parts = [
+                f"{value * scale:.2f}" + (f" ± {error * scale:.2f}" if model.errors else "") + f" {unit}"
+                for (unit, scale), value, error in figures
+            ]
+            yield f"{f'{name}: prefill with {model.name}':<58} {' + '.join(parts)}"
 
 
 def _rate(link: LinkCost) -> str:
     return f"{1e-9 / link.seconds_per_byte:.2f} GB/s" if link.seconds_per_byte else "nothing for a byte"
 
 
-def _run_prompts(llm: LLM, seconds: float) -> None:
-    """Have an engine compute prompts of as many lengths as there is time for, again and again."""
+def _prefills(llm: LLM, seconds: float) -> Iterator[tuple[int, float, float]]:
+    """Tokens, pairs and seconds of steps of several lengths, as deep in a prompt as there is time for.
+
+    What attention takes shows in tokens far from the beginning, and to compute these alone takes little time
+    where what comes before them is there: a document grows, and questions about beginnings of it follow, in
+    turns. Of each the lower quartile counts: what else the machine does makes it slower, and nothing faster.
+    """
     from ..engine.sampler import SamplingParams
-    from ..kvstore.cost_estimates import ComputeEstimate
 
     random = np.random.default_rng(0)
     one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    most = min(llm.max_tokens - 2, llm.store.pool.capacity * _BLOCK_TOKENS - _BLOCK_TOKENS)
-    lengths = [length for length in _LENGTHS if length <= most]
+    # Half of the device tier is for the questions, so that the document stays.
+    most = min(llm.max_tokens - 2, llm.store.pool.capacity * _BLOCK_TOKENS // 2)
+    document = random.integers(0, llm.vocabulary, _GROWTH[-1]).astype(np.int32)
 
-    def compute(length: int) -> float:
+    def compute(depth: int, count: int) -> tuple[float, bool]:
+        """Seconds to compute so many tokens after so many of the document, and whether these were there."""
+        new = random.integers(0, llm.vocabulary, count).astype(np.int32)
         began = time.perf_counter()
-        llm.generate([random.integers(0, llm.vocabulary, length).astype(np.int32)], one)
-        return time.perf_counter() - began
+        (done,) = llm.generate([np.concatenate([document[:depth], new])], one)
+        return time.perf_counter() - began, done.cached.device == depth
 
-    for length in lengths[:2]:
-        compute(length)  # what is compiled at first use
-    llm.store.costs.compute = ComputeEstimate(step_tokens=llm.scheduler.step_tokens)
-    until = time.perf_counter() + seconds
-    for _ in range(_MOST_ROUNDS):
-        taken = 0.0
-        for length in lengths:
-            # Twice as long a prompt takes some three times as long.
-            if time.perf_counter() + 3 * taken > until:
-                break
-            taken = compute(length)
+    counts = [count for count in _QUESTIONS if count <= min(most, llm.scheduler.step_tokens)]
+    for count in counts[:2]:
+        compute(0, count)  # what is compiled at first use
+    began = time.perf_counter()
+    reached, rate = 0, 0.0
+    for length in _GROWTH:
+        # A part is as large as all before it, and each of its tokens takes somewhat longer.
+        expected = 1.5 * rate * (length - reached)
+        if length > most or time.perf_counter() + expected > began + _GROWTH_SHARE * seconds:
+            break
+        started = time.perf_counter()
+        llm.generate([document[:length]], one)
+        rate = (time.perf_counter() - started) / (length - reached)
+        reached = length
+    depths = dict.fromkeys((0, reached // 2, reached))
+    kinds = [(depth, count) for depth in depths for count in counts if depth + count <= most]
+    times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
+    for number in range(_MOST_ROUNDS):
+        for kind, taken in times.items():
+            expected = taken[-1] if taken else rate * kind[1]
+            # Those that take long leave no time for the others, and say no more.
+            left = began + seconds - time.perf_counter()
+            short = expected <= min(left, _QUESTION_SHARE * seconds)
+            if short or (not number and kind[1] in counts[:2]):
+                one_more, whole = compute(*kind)
+                if whole:
+                    taken.append(one_more)
+    for (depth, count), taken in times.items():
+        if taken:
+            yield count, count * (depth + count / 2), float(np.quantile(taken, _QUARTILE))
 
 
 def _cost(moves: Iterator[tuple[int, float]]) -> LinkCost:

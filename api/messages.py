@@ -30,6 +30,7 @@ __all__ = [
     "CommandGiven",
     "Commit",
     "Count",
+    "CountResident",
     "Done",
     "Event",
     "Evict",
@@ -771,6 +772,15 @@ class MayHaveRoom(Message):
 
     space: int
     held: int
+
+
+@tagged(51)
+@dataclass(frozen=True)
+class CountResident(Message):
+    """Ask how many leading blocks are resident; answered by their count. It is no use of them."""
+
+    space: int
+    hashes: Hashes
 
 
 def fields_of(message: Message) -> list[Any]:

@@ -212,8 +212,9 @@ class RemoteSpace(SlotSpace):
         names = self._asks.hashes(hashes, tokens, chain)
         return self._shell.ask(self._asks.match(names, cold_deadline, start))
 
-    def count_resident(self, hashes: Sequence[bytes]) -> None:
-        """Not known on this side."""
+    def count_resident(self, hashes: Sequence[bytes]) -> int | None:
+        """How many leading blocks are resident; None where the sidecar does not answer. Counts no hits."""
+        return self._shell.ask(self._asks.count_resident(hashes))
 
     def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once. See `HostSpace.lease`."""

@@ -30,6 +30,7 @@ from .client_space import ClientSpace
 from .holdings import Handles
 from .messages import (
     Count,
+    CountResident,
     Evict,
     GetNote,
     Hint,
@@ -236,6 +237,17 @@ class SpaceAsks:
         """Let go of blocks, coldest first."""
         count = expect_integer("count", count, 0)
         return self._counted(lambda number: Evict(number, count))
+
+    def count_resident(self, hashes: Sequence[bytes]) -> Ask[int | None]:
+        """How many leading blocks are resident; None where the sidecar does not say."""
+        names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
+        return Ask(
+            self._space,
+            lambda number: CountResident(number, names),
+            lambda reply: min(expect(reply, Count).count, len(names)),
+            lambda: None,
+            lenient=self._lenient,
+        )
 
     def room_may_come(self, held: int) -> Ask[int]:
         """Whether waiting for slots may help; 1, too, where that is not known."""

@@ -27,7 +27,15 @@ __all__ = ["Panel", "Plot", "Results", "Series", "draw", "plots", "read_results"
 
 FOLDER: Final = Path(__file__).resolve().parent / "results"
 FIGURES: Final = Path(__file__).resolve().parents[1] / "docs" / "figures"
-SOURCES: Final = ("replay", "decode_attention", "prefill_attention", "engine_pages", "copy_blocks")
+SOURCES: Final = (
+    "replay",
+    "decode_attention",
+    "prefill_attention",
+    "engine_pages",
+    "copy_blocks",
+    "oversubscription",
+    "waking",
+)
 AREA: Final = re.compile(r"\bp[0-9a-f]{10}\b")
 """A name of an area that is clipped to, in a drawn file."""
 CTAS: Final = "16 CTAs"
@@ -435,6 +443,105 @@ def copy_blocks(results: Results) -> Plot:
     return Plot("copy_blocks", "Copies of scattered blocks, by their size", tuple(panels))
 
 
+SWAPS: Final = {"attend": "kvpager", "copy": "copied in before", "recompute": "computed again"}
+"""What the ways to make room in VRAM are called."""
+
+
+def oversubscription(results: Results) -> Plot:
+    """More sessions than VRAM holds, by what becomes of those that have no room."""
+    cases = results["oversubscription"]["cases"]
+    by = {(case["mode"], case["share"]): case for case in cases}
+    shares = tuple(dict.fromkeys(case["share"] for case in cases))
+    columns = {mode: [by[mode, share] for share in shares] for mode in SWAPS}
+    rates = {mode: [case["tokens_per_s"] for case in rows] for mode, rows in columns.items()}
+    wanted = tuple(max(b, 3 * a) for a, b in zip(rates["recompute"], rates["copy"], strict=True))
+    of_rates = (
+        *(Series(SWAPS[mode], tuple(found)) for mode, found in rates.items()),
+        Series("as copied in before, and 3x of computed again", wanted, "target"),
+    )
+    labels = tuple(f"{share:.0%}" for share in shares)
+    panels = [Panel("Tokens of answers, by the share of VRAM that is active", "tokens/s", labels, of_rates)]
+    # What is computed again takes many times as long: the page has its numbers.
+    for key, what in (("first_token_s", "The first token"), ("between_tokens_s", "Between two tokens")):
+        times = {mode: [case[key]["p99"] * 1e3 for case in columns[mode]] for mode in ("attend", "copy")}
+        series = (
+            *(Series(SWAPS[mode], tuple(found)) for mode, found in times.items()),
+            Series("no worse than copied in before", tuple(times["copy"]), "target"),
+        )
+        panels.append(Panel(f"{what}, 99th percentile", "ms", labels, series, decimals=1))
+    shape = cases[0]["shape"]
+    return Plot("oversubscription", f"{shape}: more sessions than VRAM holds", tuple(panels))
+
+
+def waking(results: Results) -> Plot:
+    """A session wakes, a sequence is larger than VRAM, a document is shared."""
+    found = results["waking"]
+    rows = {(row["mode"], row["tokens"], row["awake"]): row for row in found["wake"]["rows"]}
+    lengths = tuple(dict.fromkeys(tokens for _, tokens, _ in rows))
+    first = {
+        mode: [rows[mode, tokens, 0]["first_token_s"]["p50"] * 1e3 for tokens in lengths] for mode in SWAPS
+    }
+    wanted = tuple(
+        min(a / 5, b * (1.0 if tokens <= 2048 else 1.08))
+        for tokens, a, b in zip(lengths, first["recompute"], first["copy"], strict=True)
+    )
+    of_first = (
+        *(Series(SWAPS[mode], tuple(times)) for mode, times in first.items()),
+        Series("target", wanted, "target"),
+    )
+    awake = next(count for _, _, count in rows if count)
+    beside = {mode: rows[mode, lengths[-1], awake] for mode in SWAPS}
+    quiet = {mode: row["between_tokens_undisturbed_s"]["p99"] * 1e3 for mode, row in beside.items()}
+    prompted = {mode: row["between_tokens_prompted_s"]["p99"] * 1e3 for mode, row in beside.items()}
+    woken = {mode: row["between_tokens_s"]["p99"] * 1e3 for mode, row in beside.items()}
+    of_others = (
+        *(Series(SWAPS[mode], (quiet[mode], prompted[mode], woken[mode])) for mode in SWAPS),
+        Series("target", (None, None, min(1.15 * quiet["attend"], woken["copy"])), "target"),
+    )
+    larger = found["larger"]
+    ceiling = larger["ceiling_gb_per_s"]
+    of_larger = (
+        Series("kvpager", (larger["gb_per_s"],)),
+        Series("reads by a kernel, nothing else", (ceiling,), "ceiling"),
+        Series("target", (0.95 * ceiling,), "target"),
+    )
+    ours, theirs = found["shared"]["rows"]
+    of_shared = (
+        Series("kvpager", (ours["tokens_per_s"], None)),
+        Series(SWAPS["copy"], (None, theirs["tokens_per_s"])),
+        Series("target", (5 * theirs["tokens_per_s"], None), "target"),
+    )
+    sizes = tuple(f"{tokens:,} tokens" for tokens in lengths)
+    panels = (
+        Panel("The first token of a session that wakes, median", "ms", sizes, of_first, decimals=1),
+        Panel(
+            f"Between two tokens of {awake} others, 99th percentile",
+            "ms",
+            (
+                "undisturbed",
+                "the same prompts, nobody wakes",
+                f"while {lengths[-1]:,} tokens wake",
+            ),
+            of_others,
+            decimals=1,
+        ),
+        Panel(
+            f"A sequence of {larger['tokens']:,} tokens on VRAM for {larger['vram_tokens']:,}",
+            "GB/s",
+            ("read in host memory while it decodes",),
+            of_larger,
+            decimals=1,
+        ),
+        Panel(
+            f"{found['shared']['sessions']} sessions on a document of {found['shared']['document']:,} tokens",
+            "tokens/s",
+            ("one copy", "a copy each"),
+            of_shared,
+        ),
+    )
+    return Plot("waking", "Waking, and what reading in place is good for", panels)
+
+
 MAKERS: Final[tuple[Callable[[Results], Plot], ...]] = (
     replay,
     copy_blocks,
@@ -445,6 +552,8 @@ MAKERS: Final[tuple[Callable[[Results], Plot], ...]] = (
     install,
     prefill,
     engine_pages,
+    oversubscription,
+    waking,
 )
 
 

@@ -38,12 +38,15 @@ class Tier:
     def __init__(self, name: str, blocks: int) -> None:
         self._rng = np.random.default_rng(0)
         self._policy: EvictionPolicy = make_policy(name, blocks)
-        self._chains = np.zeros((blocks // BATCH, BATCH), dtype=np.int32)
-        """The ids of each chain, while it is known to be whole."""
-        for first in range(0, len(self._chains) * BATCH, BATCH):
+        self._chains: dict[int, npt.NDArray[np.int32]] = {}
+        """The ids of each chain that is whole, by number."""
+        self._chain_of = np.zeros(blocks, dtype=np.int64)
+        """Of each id."""
+        self._came = 0
+        for first in range(0, blocks // BATCH * BATCH, BATCH):
             ids = np.arange(first, first + BATCH, dtype=np.int32)
             self._come(ids, self._new_chain())
-            self._chains[first // BATCH] = ids
+            self._note(ids)
 
     def _new_chain(self) -> BlockFacts:
         names = self._rng.integers(1, 1 << 63, BATCH, dtype=np.uint64)
@@ -55,9 +58,18 @@ class Tier:
             self._policy.admit(ids, facts)
         self._policy.insert(ids[::-1])
 
+    def _note(self, ids: npt.NDArray[np.int32]) -> None:
+        """A chain is in these now; those that had blocks there are not whole any more."""
+        for chain in set(self._chain_of[ids].tolist()):
+            self._chains.pop(chain, None)
+        self._came += 1
+        self._chain_of[ids] = self._came
+        self._chains[self._came] = ids
+
     def touches(self, calls: int) -> float:
         """Touches a second, of chains drawn at random."""
-        chosen = [self._chains[at] for at in self._rng.integers(0, len(self._chains), calls).tolist()]
+        chains = list(self._chains.values())
+        chosen = [chains[at] for at in self._rng.integers(0, len(chains), calls).tolist()]
         policy, learns = self._policy, self._policy.learns
         began = time.process_time()
         for ids in chosen:
@@ -83,8 +95,8 @@ class Tier:
             policy.insert(ids[::-1])
             came.append(ids)
         taken = time.process_time() - began
-        # Of a chain that lost blocks the ids are of others now; what is touched is chains all the same.
-        self._chains[self._rng.permutation(len(self._chains))[:calls]] = came[: len(self._chains)]
+        for ids in came:
+            self._note(ids)
         return calls * BATCH / taken
 
     def check(self) -> None:

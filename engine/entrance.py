@@ -265,7 +265,8 @@ class Entrance:
             self._give_up(sequence)
             return False
         self.enter(sequence, row)
-        if self._budget.take(far):
+        # Of one that does not fit some is read in place in any case.
+        if (self._swap is Swap.ATTEND and wanted > self._store.available_blocks) or self._budget.take(far):
             self._stats.attended += far > 0
             self.start(sequence, row)
         else:

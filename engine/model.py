@@ -95,6 +95,8 @@ class ForwardBatch:
             copied to as they are read; None where no word is.
         prefill_install: the same, shape of `prefill_table`.
         prefill_far: False where no word of `prefill_table` is of a block in host memory.
+        decode_alone: whether no two tokens that decode are of one sequence. Where some are, each is in its
+            own row of `decode_table`, with the length that ends at it.
     """
 
     tokens: torch.Tensor
@@ -111,6 +113,7 @@ class ForwardBatch:
     decode_install: torch.Tensor | None = None
     prefill_install: torch.Tensor | None = None
     prefill_far: bool = True
+    decode_alone: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class _Step:
 
 
 class _RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension, in float32; the weight may span further dimensions."""
+    """Root mean square norm over the last dimension; the weight may span further dimensions."""
 
     def __init__(self, shape: tuple[int, ...], eps: float) -> None:
         super().__init__()
@@ -140,10 +143,20 @@ class _RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        normed: torch.Tensor = self.weight * wide.to(x.dtype)
+        if self.weight.ndim == 1:
+            return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        normed: torch.Tensor = self.weight * functional.rms_norm(x, x.shape[-1:], eps=self.eps)
         return normed
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`x` [..., head_dim] with its halves rotated: in four launches, which a small step counts."""
+    one, two = x.chunk(2, -1)
+    rotated = x.new_empty(x.shape)
+    first, second = rotated.chunk(2, -1)
+    torch.mul(one, cos, out=first).addcmul_(two, sin, value=-1)
+    torch.mul(two, cos, out=second).addcmul_(one, sin)
+    return rotated
 
 
 class _Attention(nn.Module):
@@ -167,9 +180,7 @@ class _Attention(nn.Module):
         turned = qkv[:, : self.heads + self.kv_heads]
         if self.head_norm is not None:
             turned = self.head_norm(turned)
-        one, two = turned.chunk(2, -1)
-        turned = torch.cat((one * step.cos - two * step.sin, two * step.cos + one * step.sin), -1)
-
+        turned = _rotated(turned, step.cos, step.sin)
         kv_dtype = getattr(torch, layout.dtype)
         turned, v = turned.to(kv_dtype), qkv[:, self.heads + self.kv_heads :].to(kv_dtype)
         q, k = turned[:, : self.heads], turned[:, self.heads :]
@@ -317,7 +328,7 @@ class CausalLM(nn.Module):
         factor = self.config.rope_factor
         decode = prefill = None
         if batch.num_decode:
-            decode = decode_plan(batch.decode_table, batch.decode_lens, layout)
+            decode = decode_plan(batch.decode_table, batch.decode_lens, layout, early=batch.decode_alone)
         if batch.num_decode < batch.tokens.shape[0]:
             prefill = prefill_plan(
                 batch.cu_seqlens_q, batch.prefill_table, batch.prefill_lens, layout, far=batch.prefill_far

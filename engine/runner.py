@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,13 @@ from .padded import PaddedDecode, can_capture
 from .sampler import UNLIMITED, SamplingBatch, sample
 from .scheduler import Scheduler
 from .sequence import Sequence
-from .step import Step
+from .step import Rows, Step
 from .upload import upload
 
 __all__ = ["Runner"]
+
+_SHORT_PROMPTS: Final = 64
+"""Tokens of prompts with which a step is still run as one of few tokens."""
 
 
 class Runner:
@@ -34,7 +37,7 @@ class Runner:
         model: on the store's device.
         store: where the KV is.
         max_tokens: tokens of one sequence, at most.
-        cuda_graphs: capture steps that only decode in CUDA graphs, where that can be.
+        cuda_graphs: capture steps of few tokens in CUDA graphs, where that can be.
         padded: run these steps padded, as for a graph, also where none can be captured.
     """
 
@@ -59,7 +62,9 @@ class Runner:
         self._padded: PaddedDecode | None = None
         capture = cuda_graphs and can_capture(model, store.layout)
         if capture or padded:
-            self._padded = PaddedDecode(model, store.layout, rows, capture=capture)
+            self._padded = PaddedDecode(
+                model, store.layout, rows, prompt_tokens=_SHORT_PROMPTS, capture=capture
+            )
 
     @property
     def captured(self) -> list[int]:
@@ -80,8 +85,8 @@ class Runner:
     def start(self, step: Step, scheduler: Scheduler) -> torch.Tensor:
         """Enqueue a step; returns the tokens that `run` does, on the device."""
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            if self._padded is not None and not step.chunks:
-                logits = self._run_padded(self._padded, step)
+            if self._padded is not None and step.prompt_tokens <= self._padded.prompt_tokens:
+                logits = self._run_padded(self._padded, step, scheduler.tokens)
             else:
                 logits = self._model(self._batch(step, scheduler.tokens), self._store.layout)
             rows = step.sampled_rows
@@ -94,46 +99,44 @@ class Runner:
         if self._padded is not None:
             self._padded.close()
 
-    def _run_padded(self, padded: PaddedDecode, step: Step) -> torch.Tensor:
-        words = self._store.table.words[step.rows, step.lengths // self._store.layout.block_size]
-        packed = padded.pack(step.tokens, step.lengths, words, step.rows)
+    def _run_padded(
+        self, padded: PaddedDecode, step: Step, all_tokens: npt.NDArray[np.int32]
+    ) -> torch.Tensor:
+        tokens, places, rows, sampled_at = _tokens_of(step, all_tokens)
+        words = self._store.table.words[rows, places // self._store.layout.block_size]
+        prompts = bool(step.chunks)
+        packed = padded.pack(tokens, places, words, rows, prompts=prompts)
         table = self._table()
-        (inputs,), install = self._moved(step.install, table, packed)
-        return padded.run(inputs, table, install)[: len(step.rows)]
+        if not prompts:
+            (inputs,), install = self._moved(step.install, table, packed)
+            return padded.run(inputs, table, install)[: len(rows)]
+        (inputs, at), install = self._moved(step.install, table, packed, sampled_at)
+        return padded.run(inputs, table, install, prompts=True).index_select(0, at)
 
     def _batch(self, step: Step, all_tokens: npt.NDArray[np.int32]) -> ForwardBatch:
         size = self._store.layout.block_size
         chunks = step.chunks
         decoding = len(step.rows)
-        tokens = [step.tokens]
-        positions = [step.lengths]
-        rows = [step.rows]
-        for chunk in chunks:
-            stop = chunk.start + chunk.count
-            tokens.append(all_tokens[chunk.row, chunk.start : stop])
-            positions.append(np.arange(chunk.start, stop, dtype=np.int64))
-            rows.append(np.full(chunk.count, chunk.row, dtype=np.int64))
-        places = np.concatenate(positions)
+        tokens, places, rows, sampled_at = _tokens_of(step, all_tokens)
         columns = places // size
         chunk_rows = np.array([chunk.row for chunk in chunks], dtype=np.int64)
         chunk_lengths = np.array([chunk.start + chunk.count for chunk in chunks], dtype=np.int32)
         bounds = list(itertools.accumulate((chunk.count for chunk in chunks), initial=0))
-        ends = [decoding + bound - 1 for chunk, bound in zip(chunks, bounds[1:], strict=True) if chunk.last]
         lengths = (step.lengths + 1).astype(np.int32)
         table = self._table()
         moved, install = self._moved(
             step.install,
             table,
-            np.concatenate(tokens),
+            tokens,
             places,
-            self._store.table.words[np.concatenate(rows), columns],
+            self._store.table.words[rows, columns],
             places - columns * size,
             step.rows,
             lengths,
             chunk_rows,
             chunk_lengths,
             np.array(bounds, dtype=np.int32),
-            np.array([*range(decoding), *ends], dtype=np.int64),
+            sampled_at,
         )
         ids, at, addresses, offsets, decode_rows, decode_lens, prefill_rows, prefill_lens, cu, logits_at = (
             moved
@@ -223,6 +226,30 @@ class Runner:
             if len(cells):
                 self._mirror.view(-1).index_copy_(0, cells, written)
         return moved, None if install is None else self._targets
+
+
+def _tokens_of(
+    step: Step, all_tokens: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.int32], Rows, Rows, Rows]:
+    """The tokens of a step, first those that decode: int32 [n]; and int64 [n] each their positions and rows.
+
+    Last, int64 [samples]: which of them are sampled after.
+    """
+    if not step.chunks:
+        return step.tokens, step.lengths, step.rows, np.arange(len(step.rows), dtype=np.int64)
+    tokens, positions, rows = [step.tokens], [step.lengths], [step.rows]
+    ends = []
+    count = len(step.rows)
+    for chunk in step.chunks:
+        stop = chunk.start + chunk.count
+        tokens.append(all_tokens[chunk.row, chunk.start : stop])
+        positions.append(np.arange(chunk.start, stop, dtype=np.int64))
+        rows.append(np.full(chunk.count, chunk.row, dtype=np.int64))
+        count += chunk.count
+        if chunk.last:
+            ends.append(count - 1)
+    sampled_at = np.array([*range(len(step.rows)), *ends], dtype=np.int64)
+    return np.concatenate(tokens), np.concatenate(positions), np.concatenate(rows), sampled_at
 
 
 class _SamplingColumns:

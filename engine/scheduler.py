@@ -36,8 +36,11 @@ _log = logging.getLogger(__name__)
 # How long a sequence that cannot go on waits for room in host memory that may come: a write to the cold tier
 # may take less.
 _ROOM_SECONDS: Final = 10.0
-# Times an undisturbed step, from which on it is reading in place that a step takes its time for.
-_LONG: Final = 4.0
+# Times an undisturbed step, from which on it is reading in place that a step of few tokens takes longer for.
+_LONG: Final = 1.5
+_FEW_TOKENS: Final = 64
+# Such steps that say nothing yet: at first kernels are compiled and graphs captured.
+_PASSED_OVER: Final = 3
 
 
 class Scheduler:
@@ -81,6 +84,8 @@ class Scheduler:
         """int64 [rows]: ids of the sequences that have them; of the last one where none has."""
         self._held: dict[int, Sequence] = {}
         """By id. Asleep until they are told to go on, whether there is room or not."""
+        self._read_in_place = 0
+        """Steps of few tokens that read host memory in place."""
         self._turns = Turns(store.costs, self.pace)
         self._given_up: list[Sequence] = []
         self._entrance = Entrance(
@@ -305,10 +310,14 @@ class Scheduler:
         self._entrance.left(row)
 
     def _learn(self, step: Step, seconds: float) -> None:
-        """A step that took much longer for what it read in place says what that costs."""
+        """A step that took longer for what it read in place says what that costs: what it took more."""
         undisturbed = self.pace.step_seconds
-        if step.read_in_place and not step.chunks and undisturbed and seconds > _LONG * undisturbed:
-            self.store.costs.in_place.moved(step.read_in_place * self.store.layout.block_bytes, seconds)
+        if not step.read_in_place or not undisturbed or step.prompt_tokens > _FEW_TOKENS:
+            return
+        self._read_in_place += 1
+        if self._read_in_place > _PASSED_OVER and seconds > _LONG * undisturbed:
+            nbytes = step.read_in_place * self.store.layout.block_bytes
+            self.store.costs.in_place.moved(nbytes, seconds - undisturbed)
 
     def _start_decoding(self, chunks: tuple[Chunk, ...]) -> None:
         now = time.monotonic()

@@ -31,7 +31,7 @@ class SessionInfo:
         tokens: whose KV was computed.
         bytes: of this KV.
         device_bytes: of these, in the device tier; shared blocks count for everybody who has them.
-        host_bytes: of these, in host memory alone; None where that is a sidecar's, and it does not run. What
+        host_bytes: of these, in host memory alone; None where that is a sidecar's, which does not say. What
             is in neither is in the cold tier, or is computed again.
     """
 

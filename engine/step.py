@@ -53,6 +53,11 @@ class Step:
     copied: int = 0
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(chunk.count for chunk in self.chunks)
+
+    @property
     def sampled_rows(self) -> Rows:
         """int64: the rows that get a token, in the order of the logits."""
         ends = [chunk.row for chunk in self.chunks if chunk.last]

@@ -4,7 +4,8 @@ A step that reads host memory takes at least as long as the link does, and every
 for it. So there is a budget: what all rows of a step read in place may add at most a small share to a
 step that nothing disturbs. What fits is attended to at once, and installed as it is read: its first token
 comes as soon as any way could bring it. What does not fit comes up by the copy engine beside the steps of
-those that are awake, and joins them when what is left fits. Where nobody is awake there is nobody to disturb.
+those that are awake, and joins them when what is left fits. Where nobody is awake there is nobody to disturb:
+there the way is taken that ends sooner, as far as both are known.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ __all__ = ["HostBudget", "Swap"]
 
 _SHARE: Final = 0.1
 """Of an undisturbed step, that reading in place may add: with the copies beside it well within 15%."""
+_NO_LATER: Final = 1.08
+"""Times what copying takes, that reading in place may: nothing waits for it to be noticed that it ended."""
 
 
 class Swap(enum.StrEnum):
@@ -60,8 +63,11 @@ class HostBudget:
         if self._swap is Swap.COPY:
             return 0.0
         cost = self._store.costs.model
-        seconds = cost.in_place.seconds_per_byte * cost.block_bytes
-        return _SHARE * (self._pace.step_seconds or 0.0) / seconds if seconds else 0.0
+        link = cost.in_place
+        if not link.seconds_per_byte:
+            return 0.0
+        seconds = _SHARE * (self._pace.step_seconds or 0.0) - link.seconds_per_call
+        return max(0.0, seconds / (link.seconds_per_byte * cost.block_bytes))
 
     def copies_at_once(self) -> float:
         """Blocks that may be on their way up at a time beside a step.
@@ -85,7 +91,16 @@ class HostBudget:
             if far > left:
                 return False
             self._left = left - far
-        return True
+            return True
+        return not far or self._ends_sooner(far)
+
+    def _ends_sooner(self, far: int) -> bool:
+        """Whether reading so many blocks in place ends as soon as copying them; each is tried to be known."""
+        in_place, copy = self._store.costs.in_place.cost, self._store.costs.copy.cost
+        if in_place is None or copy is None:
+            return in_place is None
+        nbytes = far * self._store.layout.block_bytes
+        return in_place.seconds(nbytes) <= _NO_LATER * copy.seconds(nbytes)
 
     def _rest(self) -> float:
         """What is left. Those that are awake read what they have in host memory in any case."""

@@ -170,8 +170,8 @@ class _Divided:
 class DecodePlan:
     """Who shares which blocks in a step, as found on the GPU; good until a word or a length changes.
 
-    From its second use on, attention fetches blocks before the kernels ahead of it in the stream are over.
-    These may write the last token of each sequence, and nothing else that it reads.
+    From its second use on, attention fetches blocks before the kernels ahead of it in the stream are over,
+    where it is `early`. These may write the last token of each sequence, and nothing else that it reads.
 
     Made inside a captured graph, it is made anew from the table's and the lengths' memory at every replay.
 
@@ -179,11 +179,13 @@ class DecodePlan:
         layout: the layout of the blocks.
         block_table: int64 [seqs, max_blocks].
         seq_lens: int32 [seqs].
+        early: whether attention does not wait for the kernels ahead of it.
     """
 
     layout: KVLayout
     block_table: torch.Tensor
     seq_lens: torch.Tensor
+    early: bool
     _memory: torch.Tensor
     _form: _Form
     _divided: dict[tuple[int, int], _Divided] = field(default_factory=dict)
@@ -273,7 +275,7 @@ class DecodePlan:
 
 
 def decode_plan(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, layout: KVLayout
+    block_table: torch.Tensor, seq_lens: torch.Tensor, layout: KVLayout, *, early: bool = True
 ) -> AttentionPlan | DecodePlan:
     """What `decode_attention` needs once a step for all layers.
 
@@ -282,6 +284,9 @@ def decode_plan(
             ``ceil(len / block_size)`` words of a row are read.
         seq_lens: int32 [seqs], contiguous; 0 marks padding.
         layout: the layout of the blocks.
+        early: kernels between two uses of the plan write no more than the last token of each sequence, so
+            that attention need not wait for them before it fetches the others. False where several rows are
+            tokens of one sequence: what each writes the later ones read.
 
     Raises:
         KernelError: wrong dtype, shape or device. Lengths and words are looked at only where the reference
@@ -291,11 +296,16 @@ def decode_plan(
     if not has_kernel(device, layout, _PORTABLE_FROM):
         return reference.decode_plan(block_table, seq_lens, layout)
     portable = _capability(device) < _BULK_COPIES_FROM
-    return plan_on_gpu(block_table, seq_lens, layout, portable=portable)
+    return plan_on_gpu(block_table, seq_lens, layout, portable=portable, early=early)
 
 
 def plan_on_gpu(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, layout: KVLayout, *, portable: bool
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: KVLayout,
+    *,
+    portable: bool,
+    early: bool = True,
 ) -> DecodePlan:
     """`decode_plan` for the kernel of bulk copies, or for the portable one, which runs on newer GPUs too."""
     seqs = expect_rows(block_table, seq_lens)
@@ -303,7 +313,7 @@ def plan_on_gpu(
     expect_rows_mapped(block_table, seq_lens, layout)
     memory = torch.empty(seqs * (5 * _ROUNDS + 2), dtype=torch.int32, device=device)
     form = _portable_form(layout, device) if portable else _form(layout, seqs)
-    plan = DecodePlan(layout, block_table, seq_lens, memory, form)
+    plan = DecodePlan(layout, block_table, seq_lens, early, memory, form)
     if seqs == 0:
         return plan
     sharing = plan._sharing()
@@ -345,8 +355,9 @@ def decode_attention(
         window: a query at position ``i`` sees keys ``i - window < j <= i``; None for all ``j <= i``.
         install: int64, shape of `block_table`: where the page of this layer of each block whose word is
             tagged *install* is copied to.
-        plan: `decode_plan` of the same table, lengths and layout. Where it was used before, kernels since
-            then may have written the last token of each sequence, `q`, and nothing else that is read here.
+        plan: `decode_plan` of the same table, lengths and layout. Where it was used before and is `early`,
+            kernels since then may have written the last token of each sequence, `q`, and nothing else that
+            is read here.
         out: where the result is written, shape and dtype of `q`; None for a new tensor.
         lse: float32 [seqs, q_heads], takes the natural logarithm of the sum of exponentials of the
             scaled scores; minus infinity for an empty sequence.
@@ -424,7 +435,7 @@ def decode_attention(
         shared_bytes=form.shared_bytes(layout.row_bytes),
         dependent=not form.portable,
     )
-    divided.settled = True
+    divided.settled = plan.early
     _attention_kernel("combine", f"{_PROBLEM} {_CHAIN}", layout, form, device).launch(
         min(-(-32 * seqs * heads * slices // _COMBINE_THREADS), sms * _COMBINE_CTAS_PER_SM),
         _COMBINE_THREADS,

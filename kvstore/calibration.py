@@ -55,10 +55,12 @@ class ModelCost:
     Args:
         name: as it was asked for.
         compute: what it takes.
+        errors: the standard error of each of its figures; None: not known.
     """
 
     name: str
     compute: ComputeCost
+    errors: ComputeCost | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,11 @@ def known_calibration() -> Calibration | None:
 def _device_costs(value: Mapping[str, Any]) -> DeviceCosts:
     in_place, copy = (None if value[one] is None else LinkCost(**value[one]) for one in ("in_place", "copy"))
     models = {
-        identity: ModelCost(str(one["name"]), ComputeCost(**one["compute"]))
+        identity: ModelCost(
+            str(one["name"]),
+            ComputeCost(**one["compute"]),
+            None if one.get("errors") is None else ComputeCost(**one["errors"]),
+        )
         for identity, one in value["models"].items()
     }
     return DeviceCosts(in_place, copy, models)

@@ -109,7 +109,7 @@ class SpaceCalls(SlotOwner, Protocol):
         ...
 
     def count_resident(self, hashes: Sequence[bytes]) -> int | None:
-        """How many leading blocks are resident; None where only a request to another process would tell."""
+        """How many leading blocks are resident; None where a sidecar does not say. It is no use of them."""
         ...
 
     def match(

@@ -6,6 +6,7 @@ of them may go.
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -74,10 +75,15 @@ class ChainLeaves:
         listed = names.tolist()
         self._ids.update(zip(listed, ids.tolist(), strict=True))
         # Of a run of blocks all but the first one follow the one before them.
-        follows = parents[1:] == names[:-1]
-        follows &= parents[1:] != 0
-        self.followers[at[:-1][follows]] = 1
-        for name in [parents[0].item(), *parents[1:][~follows].tolist()]:
+        others = parents[:1].tolist()
+        if parents[1:].tobytes() == names[:-1].tobytes():
+            self.followers[at[:-1]] = 1
+        else:
+            follows = parents[1:] == names[:-1]
+            follows &= parents[1:] != 0
+            self.followers[at[:-1][follows]] = 1
+            others += parents[1:][~follows].tolist()
+        for name in others:
             if name:
                 found = self._ids.get(name)
                 if found is None:
@@ -113,12 +119,15 @@ class ChainLeaves:
                     self._waiting[name] -= 1
                     if not self._waiting[name]:
                         del self._waiting[name]
-        if list(map(self._ids.get, names)) == listed:
-            list(map(self._ids.__delitem__, names))
-        else:
-            for name, one in zip(names, listed, strict=True):
-                if self._ids.get(name) == one:
-                    del self._ids[name]
+        popped = list(map(self._ids.pop, names, repeat(None)))
+        if popped != listed:
+            # Others that begin alike came later, and stay.
+            gone = set(listed)
+            self._ids.update(
+                (name, one)
+                for name, one in zip(names, popped, strict=True)
+                if one is not None and one not in gone
+            )
         left = self.followers[at]
         if np.count_nonzero(left):
             for which in left.nonzero()[0].tolist():

@@ -58,11 +58,10 @@ class RowChains:
         self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]
     ) -> tuple[list[bytes], Lineage]:
         """Names and lineage of blocks (row, column) that are named already."""
-        names, parents = [], []
-        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-            hashes = self._hashes[row]
-            names.append(hashes[column])
-            parents.append(hashes[column - 1] if column else NO_PARENT)
+        of_rows = {row: self._hashes[row] for row in np.unique(rows).tolist()}
+        cells = list(zip(rows.tolist(), columns.tolist(), strict=True))
+        names = [of_rows[row][column] for row, column in cells]
+        parents = [of_rows[row][column - 1] if column else NO_PARENT for row, column in cells]
         return names, Lineage.unchecked(parents, (columns + 1).astype(np.int32))
 
     def extra_keys(self, row: int) -> ExtraKeys:

@@ -12,6 +12,7 @@ faster, so that a tier which stalls, or recovers, is known for it after two move
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Final, TypeAlias
 
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from ..tiers.settings import expect_integer
 from .cost import ComputeCost, CostModel, LinkCost
 
-__all__ = ["ComputeEstimate", "CostEstimates", "LinkEstimate"]
+__all__ = ["ComputeEstimate", "CostEstimates", "LinkEstimate", "fitted_compute"]
 
 _Numbers: TypeAlias = npt.NDArray[np.float64]
 
@@ -215,6 +216,28 @@ class ComputeEstimate:
 
     def _of(self, per_step: float, per_token: float, per_pair: float) -> ComputeCost:
         return ComputeCost(per_step, per_token, per_pair, self._step_tokens)
+
+
+def fitted_compute(
+    measured: Sequence[tuple[int, float, float]], step_tokens: int | None
+) -> tuple[ComputeCost, ComputeCost]:
+    """What best explains measured steps, all of which count alike, and the standard error of each figure.
+
+    Args:
+        measured: of each step the tokens that it computed, the pairs of these with those that they attended
+            to, and the seconds that it took.
+        step_tokens: tokens that a step of the engine computes at most.
+    """
+    steps = np.array([(1.0, tokens, pairs) for tokens, pairs, _ in measured])
+    # By relative error, as estimates are.
+    steps /= np.array([[max(seconds, _LEAST_SECONDS)] for _, _, seconds in measured])
+    gram = steps.T @ steps
+    values = _non_negative(gram, steps.sum(axis=0))
+    variance = float(((1 - steps @ values) ** 2).sum()) / max(len(steps) - len(values), 1)
+    scale = np.sqrt(np.diag(gram))
+    inverse = np.linalg.inv(gram / np.outer(scale, scale) + _RIDGE * np.eye(len(values)))
+    errors = np.sqrt(variance * np.diag(inverse)) / scale
+    return ComputeCost(*values.tolist(), step_tokens), ComputeCost(*errors.tolist(), step_tokens)
 
 
 class CostEstimates:

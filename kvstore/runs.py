@@ -6,26 +6,31 @@ nothing that matters but their place, and a policy can rank runs, of which there
 block by block from its end. That leaves its beginning useful, and each step is a few array operations however
 long the runs are.
 
-The slots of a run stand in a log, in the order of the chain. `place` of a slot says which entry of the log is
-its own; entries that were superseded stay until the log is compacted. A run's record outlives its blocks, as
-long as its number is not given to another: its `tag` tells.
+What a slot is of is one number, its *standing*: twice its run, plus one where it may go. So one look at the
+standings of a batch tells all of it, and a batch along one chain has few stretches of equal ones
+(`stretches`): what is told of these is plain numbers. The slots of a run stand in a log, in the order of the
+chain; an entry whose slot is of another run by now stays until the log is compacted. A run's record outlives
+its blocks, as long as its number is not given to another: its `tag` tells.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
 
-__all__ = ["Places", "Runs", "Use", "stretches"]
+__all__ = ["Parts", "Places", "Runs", "Standings", "Use", "stretches"]
 
 Places = npt.NDArray[np.intp]
 """intp [n]: slots, or runs, as indices."""
+Standings = npt.NDArray[np.int64]
+"""int64 [n]: of slots, twice their run, plus one where they may go."""
+Parts = list[tuple[int, int, int]]
+"""Where stretches begin and end in an array, in its order, and of each a number: its value, or its run."""
 _Tags = npt.NDArray[np.int64]
 
 _FIELDS: Final = {
@@ -52,19 +57,21 @@ _RUN_BITS: Final = 31
 _RUN: Final = (1 << _RUN_BITS) - 1
 
 
-def stretches(values: Places) -> list[tuple[int, int, int]]:
+def stretches(values: npt.NDArray[np.int64]) -> Parts:
     """Where each stretch of equal values begins and ends, and the value."""
     number = len(values)
     if number == 0:
         return []
-    ends = (np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()
+    # As bytes they are compared in a third of the time.
+    if values[1:].tobytes() == values[:-1].tobytes():
+        return [(0, number, values.item(0))]
+    ends = ((values[1:] != values[:-1]).nonzero()[0] + 1).tolist()
     begins = [0, *ends]
     ends.append(number)
     return list(zip(begins, ends, values[begins].tolist(), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """What is known of the last use of a run's blocks.
 
     Args:
@@ -93,11 +100,11 @@ class Runs:
     Args:
         capacity: slots are below it.
 
-    Per slot: `of` (its run), `place` (its entry of the log, plus one), `ranked`.
+    Per slot: `standing`.
     Per run, beside what `Use` has: `tag`, of which no other run has the same; `start` and `stop`, its entries
-    of the log, superseded ones among them; `held`, how many slots it has; `idle`, how many of these are
-    ranked; `order`, when the last of them became so; `spot`, where it stands in `candidates`, plus one;
-    `rider`, the tag of a run whose blocks follow some of these, or 0.
+    of the log, others' among them; `held`, how many slots it has; `idle`, how many of these are ranked;
+    `order`, when the last of them became so, of which no other has the same; `spot`, where it stands in
+    `candidates`, plus one; `rider`, the tag of a run whose blocks follow some of these, or 0.
     """
 
     tag: _Tags
@@ -118,9 +125,7 @@ class Runs:
     rider: _Tags
 
     def __init__(self, capacity: int) -> None:
-        self.of = np.zeros(capacity, dtype=np.intp)
-        self.place = np.zeros(capacity, dtype=np.intp)
-        self.ranked = np.zeros(capacity, dtype=np.bool_)
+        self.standing: Standings = np.zeros(capacity, dtype=np.int64)
         self._log = np.empty(max(64, 2 * capacity), dtype=np.intp)
         self._tail = 0
         self.count = 0
@@ -141,11 +146,9 @@ class Runs:
 
     def resize(self, capacity: int) -> None:
         """Slots are below this from now on. There are never fewer than before."""
-        more = capacity - len(self.of)
+        more = capacity - len(self.standing)
         if more > 0:
-            self.of = np.concatenate([self.of, np.zeros(more, dtype=np.intp)])
-            self.place = np.concatenate([self.place, np.zeros(more, dtype=np.intp)])
-            self.ranked = np.concatenate([self.ranked, np.zeros(more, dtype=np.bool_)])
+            self.standing = np.concatenate([self.standing, np.zeros(more, dtype=np.int64)])
 
     # Runs
 
@@ -165,14 +168,14 @@ class Runs:
     def use(self, run: int) -> Use:
         """What is known of its last use."""
         return Use(
-            last=float(self.last[run]),
-            kind=int(self.kind[run]),
-            turns=int(self.turns[run]),
-            uses=int(self.uses[run]),
-            path=int(self.path[run]),
-            favour=float(self.favour[run]),
-            until=float(self.until[run]),
-            due=float(self.due[run]),
+            self.last.item(run),
+            self.kind.item(run),
+            self.turns.item(run),
+            self.uses.item(run),
+            self.path.item(run),
+            self.favour.item(run),
+            self.until.item(run),
+            self.due.item(run),
         )
 
     def tagged(self, tags: _Tags) -> Places:
@@ -180,6 +183,11 @@ class Runs:
         runs = tags & _RUN
         runs *= self.tag[runs] == tags
         return runs
+
+    def with_tag(self, tag: int) -> int:
+        """The run that has this tag; 0 likewise."""
+        run = tag & _RUN
+        return run if self.tag.item(run) == tag else 0
 
     def _grow(self, more: int) -> None:
         before = len(self.tag)
@@ -194,75 +202,137 @@ class Runs:
 
     # Slots
 
-    def put(self, slots: Places, parts: list[tuple[int, int, int]]) -> None:
+    def put(self, slots: Places, before: Parts, parts: Parts, *, ranked: bool | None = None) -> None:
         """These slots, in the order of their chains, are of these runs from now on.
 
         Args:
-            parts: where in `slots` each run begins and ends, and the run, which is new.
+            before: the stretches of their standings.
+            parts: of each run, which is new, where it begins and ends in `slots`.
+            ranked: whether all of them may go; None: those that might before.
         """
-        ranked = self.ranked[slots]
-        self._leave(slots, ranked)
+        idle = self._leave(before)
+        number = len(slots)
+        if ranked is None and 0 < idle < number:
+            self._put_mixed(slots, parts)
+            return
+        ranked = idle > 0 if ranked is None else ranked
+        self.count += number * ranked - idle
+        first = self._append(slots)
+        for begin, end, run in reversed(parts):
+            self.start[run], self.stop[run], self.held[run] = first + begin, first + end, end - begin
+            self.standing[slots if end - begin == number else slots[begin:end]] = 2 * run + ranked
+            if ranked:
+                self._come_to_rank(run, end - begin)
+
+    def _put_mixed(self, slots: Places, parts: Parts) -> None:
+        """`put` of slots some of which may go."""
+        ranked = self.standing[slots] & 1
+        first = self._append(slots)
+        for begin, end, run in reversed(parts):
+            self.start[run], self.stop[run], self.held[run] = first + begin, first + end, end - begin
+            self.standing[slots[begin:end]] = ranked[begin:end] + 2 * run
+            idle = int(np.count_nonzero(ranked[begin:end]))
+            if idle:
+                self._come_to_rank(run, idle)
+
+    def add(self, slots: Places, cuts: Places, use: Use) -> None:
+        """These slots, in the order of their chains and in no run yet, are of new runs, and may go.
+
+        Args:
+            cuts: intp [runs + 1]: where in `slots` each run begins, and the last one ends.
+            use: the last one of all of them.
+        """
+        lengths = np.diff(cuts)
+        number = len(lengths)
+        if len(self._free) < number + _SPARE // 2:
+            self._grow(number + _SPARE)
+        runs = np.array([self._free.popleft() for _ in range(number)], dtype=np.intp)
+        counted = np.arange(1, number + 1)
+        self.tag[runs] = (self._made + counted) << _RUN_BITS | runs
+        for name, value in use._asdict().items():
+            getattr(self, name)[runs] = value
+        self.rider[runs] = 0
+        self.stop[runs] = self._append(slots) + cuts[1:]
+        self.start[runs] = self.stop[runs] - lengths
+        self.held[runs] = self.idle[runs] = lengths
+        self.standing[slots] = np.repeat(2 * runs + 1, lengths)
+        # As if each had come to rank by itself, the last one first.
+        self.order[runs] = self._order + counted[::-1]
+        self.spot[runs] = self._pooled + counted[::-1]
+        self._pool[self._pooled : self._pooled + number] = runs[::-1]
+        self._pooled += number
+        self._made += number
+        self._order += number
+        self.count += len(slots)
+
+    def _append(self, slots: Places) -> int:
+        """They stand at the end of the log; where the first one does."""
         number = len(slots)
         if self._tail + number > len(self._log):
             self._compact(number)
         first = self._tail
         self._tail += number
         self._log[first : self._tail] = slots
-        self.place[slots] = np.arange(first + 1, self._tail + 1)
-        for begin, end, run in parts:
-            self.of[slots if end - begin == number else slots[begin:end]] = run
-            self.start[run], self.stop[run] = first + begin, first + end
-            self.held[run] = end - begin
-            idle = int(np.count_nonzero(ranked[begin:end]))
-            if idle:
-                self._count_idle(run, idle)
+        return first
 
-    def take_out(self, slots: Places) -> None:
-        """These slots are of no run, and not ranked."""
-        ranked = self.ranked[slots]
-        self._leave(slots, ranked)
-        self.count -= int(np.count_nonzero(ranked))
-        self.ranked[slots] = False
-        self.of[slots] = 0
-        self.place[slots] = 0
+    def take_out(self, slots: Places, before: Parts, *, ends: bool = False) -> None:
+        """These slots, of these stretches of standings, are of no run, and not ranked.
 
-    def _leave(self, slots: Places, ranked: npt.NDArray[np.bool_]) -> None:
-        """They are of their runs no more."""
-        for begin, end, run in stretches(self.of[slots]):
+        Args:
+            ends: they are what `last_ranked` gave of each run.
+        """
+        self.count -= self._leave(before)
+        self.standing[slots] = 0
+        if ends:
+            for begin, end, standing in before:
+                self.stop[standing >> 1] -= end - begin
+
+    def _leave(self, before: Parts) -> int:
+        """Slots of these stretches of standings are of their runs no more; how many of them were ranked."""
+        ranked = 0
+        for begin, end, standing in before:
+            run = standing >> 1
             if run:
-                idle = int(np.count_nonzero(ranked[begin:end]))
-                if idle:
-                    self._count_idle(run, -idle)
-                held = self.held[run] - (end - begin)
+                number = end - begin
+                if standing & 1:
+                    ranked += number
+                    self._count_idle(run, -number)
+                held = self.held.item(run) - number
                 self.held[run] = held
                 if held == 0:
                     self._free.append(run)
+        return ranked
 
-    def rank(self, slots: Places) -> None:
-        """These may go; they are in runs."""
-        there = self.ranked[slots]
-        if there.any():
-            slots = slots[~there]
-        self.ranked[slots] = True
-        self.count += len(slots)
-        for begin, end, run in stretches(self.of[slots]):
-            self._count_idle(run, end - begin)
-            self._order += 1
-            self.order[run] = self._order
+    def rank(self, slots: Places, standing: Standings, before: Parts) -> None:
+        """These may go; they are in runs.
+
+        Args:
+            standing, before: their standings, and the stretches of these.
+        """
+        for begin, end, value in before:
+            if not value & 1:
+                self.count += end - begin
+                self._come_to_rank(value >> 1, end - begin)
+        self.standing[slots] = standing | 1 if len(before) > 1 else before[0][2] | 1
 
     def hold(self, slots: Places) -> None:
         """These may not go."""
-        there = self.ranked[slots]
-        if not there.all():
-            slots = slots[there]
-        self.ranked[slots] = False
-        self.count -= len(slots)
-        for begin, end, run in stretches(self.of[slots]):
-            self._count_idle(run, begin - end)
+        standing = self.standing[slots]
+        for begin, end, value in stretches(standing):
+            if value & 1:
+                self.count -= end - begin
+                self._count_idle(value >> 1, begin - end)
+        self.standing[slots] = standing & -2
+
+    def _come_to_rank(self, run: int, more: int) -> None:
+        """So many more of its slots are ranked, just now."""
+        self._count_idle(run, more)
+        self._order += 1
+        self.order[run] = self._order
 
     def _count_idle(self, run: int, more: int) -> None:
         """So many more of its slots are ranked."""
-        before = int(self.idle[run])
+        before = self.idle.item(run)
         self.idle[run] = before + more
         if before == 0:
             self._pool[self._pooled] = run
@@ -270,9 +340,9 @@ class Runs:
             self.spot[run] = self._pooled
         elif before + more == 0:
             # The last one fills the gap.
-            spot = int(self.spot[run])
+            spot = self.spot.item(run)
             self._pooled -= 1
-            last = int(self._pool[self._pooled])
+            last = self._pool.item(self._pooled)
             self._pool[spot - 1] = last
             self.spot[last] = spot
             self.spot[run] = 0
@@ -282,57 +352,76 @@ class Runs:
         return self._log[self.stop[runs] - 1]
 
     def last_ranked(self, run: int, most: int) -> Places:
-        """The ranked slots at its end, the last one first, up to one that is not."""
-        start, stop = int(self.start[run]), int(self.stop[run])
-        own = self._own(max(start, stop - most), stop)
-        if len(own) < most and len(own) < self.held[run]:
-            own = self._own(start, stop)
+        """The ranked slots at its end, up to so many, the last one first, up to one that is not."""
+        start, stop = self.start.item(run), self.stop.item(run)
+        entries = self._log[max(start, stop - most) : stop]
+        if self.idle.item(run) == stop - start:
+            return entries[::-1]
+        standing = self.standing[entries]
+        if np.count_nonzero(standing == 2 * run + 1) == len(entries):
+            return entries[::-1]
+        own, at = self._own(run)
+        if len(own) < len(entries) or own[-1] != entries[-1]:
             # What stands behind the last of its slots is passed once.
-            self.stop[run] = self.place[own[-1]]
+            self.stop[run] = at.item(-1) + 1
         own = own[::-1][:most]
-        there = self.ranked[own]
+        there = self.standing[own] & 1
         return own if there.all() else own[: int(there.argmin())]
 
-    def _own(self, start: int, stop: int) -> Places:
-        """The slots whose entries of the log are these."""
-        entries: Places = self._log[start:stop]
-        own: Places = entries[self.place[entries] == np.arange(start + 1, stop + 1)]
-        return own
+    def in_order(self, slots: Places) -> Places:
+        """The same slots, those of a run together and in the order of their chain."""
+        parts = []
+        for run in np.unique(self.standing[slots] >> 1).tolist():
+            own, _ = self._own(run)
+            parts.append(own[np.isin(own, slots)])
+        return np.concatenate(parts)
+
+    def _own(self, run: int) -> tuple[Places, Places]:
+        """The slots of a run in their order, and which entries of the log these are."""
+        start, stop = self.start.item(run), self.stop.item(run)
+        entries = self._log[start:stop]
+        at = (self.standing[entries] >> 1 == run).nonzero()[0]
+        return entries[at], at + start
+
+    def _entries(self) -> tuple[Places, Places]:
+        """All slots that are in runs, those of a run together and in their order, and the run of each."""
+        runs = np.flatnonzero(self.held)
+        runs = runs[np.argsort(self.start[runs])]
+        lengths = self.stop[runs] - self.start[runs]
+        shift = self.start[runs] - np.cumsum(lengths) + lengths
+        entries = self._log[np.repeat(shift, lengths) + np.arange(lengths.sum())]
+        owners = np.repeat(runs, lengths)
+        own = self.standing[entries] >> 1 == owners
+        return entries[own], owners[own]
 
     def _compact(self, room: int) -> None:
-        live = self._own(0, self._tail)
+        live, owners = self._entries()
         # Twice what is live: the next time is as many uses away as it moves entries.
         if len(self._log) < 2 * (len(live) + room):
             self._log = np.empty(4 * (len(live) + room), dtype=np.intp)
         self._tail = len(live)
         self._log[: self._tail] = live
-        self.place[live] = np.arange(1, self._tail + 1)
-        of = self.of[live]
-        ends = np.flatnonzero(np.diff(of, append=0))
-        self.stop[of[ends]] = ends + 1
-        self.start[of[ends]] = np.concatenate([[0], ends + 1])[: len(ends)]
+        ends = np.flatnonzero(np.diff(owners, append=0))
+        self.stop[owners[ends]] = ends + 1
+        self.start[owners[ends]] = np.concatenate([[0], ends + 1])[: len(ends)]
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the bookkeeping does not agree with itself."""
-        placed = np.flatnonzero(self.place)
-        of = self.of[placed]
-        if not np.array_equal(placed, np.flatnonzero(self.of)):
-            raise IntegrityError("cost: a slot has a run and no place, or the other way round")
-        if not np.array_equal(self._log[self.place[placed] - 1], placed):
-            raise IntegrityError("cost: a slot's entry of the log is another's")
+        of, ranked = self.standing >> 1, self.standing & 1 > 0
+        placed = np.flatnonzero(of)
         number = len(self.tag)
-        held = np.bincount(of, minlength=number)
-        idle = np.bincount(self.of[self.ranked], minlength=number)
+        held = np.bincount(of[placed], minlength=number)
+        idle = np.bincount(of[ranked], minlength=number)
         if not np.array_equal(held, self.held) or not np.array_equal(idle, self.idle):
             raise IntegrityError("cost: a run does not have as many slots as it counts")
-        if int(np.count_nonzero(self.ranked)) != self.count or self.idle[0]:
+        if not np.array_equal(np.sort(self._entries()[0]), placed):
+            raise IntegrityError("cost: a slot is not in the log of its run, or more than once")
+        if int(np.count_nonzero(ranked)) != self.count or self.idle[0]:
             raise IntegrityError(f"cost: {self.count} are counted as ranked, or some are in no run")
         pool = self.candidates
         if not np.array_equal(np.sort(pool), np.flatnonzero(self.idle)) or not np.array_equal(
             self.spot[pool], np.arange(1, len(pool) + 1)
         ):
             raise IntegrityError("cost: the candidates are not the runs that have ranked slots")
-        if not ((self.place[placed] > self.start[of]) & (self.place[placed] <= self.stop[of])).all():
-            raise IntegrityError("cost: a slot stands outside of its run")
         if len(set(self._free)) != len(self._free) or self.held[list(self._free)].any():
             raise IntegrityError("cost: the number of a run is free twice, or while it has slots")

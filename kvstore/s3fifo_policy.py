@@ -163,8 +163,9 @@ class S3FIFOPolicy:
         if self._next.tail > self._next.head:
             self._leave_next(at)
         place = self._place[at]
-        if np.count_nonzero(place) < len(ids):
-            self._line_up(ids[place == 0])
+        placed = np.count_nonzero(place)
+        if placed < len(ids):
+            self._line_up(ids[place == 0] if placed else ids)
         state = self._state[at]
         self._count += len(ids) - int(np.count_nonzero(state & _RANKED))
         self._state[at] = state | _RANKED
@@ -573,7 +574,7 @@ class _Ghosts:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         bits = (4 * capacity).bit_length()
-        self._shift = np.uint64(64 - bits)
+        self._mask = (1 << bits) - 1
         self._names = np.zeros(1 << bits, dtype=np.uint64)
         self._came = np.zeros(1 << bits, dtype=np.int64)
         """When each came, in names that came before; 0: it is none."""
@@ -605,8 +606,6 @@ class _Ghosts:
         return grown
 
     def _place(self, names: ShortHashes) -> npt.NDArray[np.intp]:
-        return ((names * _SPREAD) >> self._shift).astype(np.intp)
-
-
-_SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
-"""2^64 over the golden ratio, whose multiples are spread (Knuth, The Art of Computer Programming, 6.4)."""
+        # They are hashes already.
+        place: npt.NDArray[np.intp] = names.view(np.intp) & self._mask
+        return place

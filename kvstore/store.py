@@ -314,7 +314,7 @@ class TieredStore:
         if near == len(names):
             return None
         if pays is not None:
-            # Of a sidecar's memory it is not known here; then all of it counts as what may lie in cold.
+            # Where a sidecar does not say, all of it counts as what may lie in cold.
             resident = self.host.count_resident(names[near:]) or 0
             beyond = names[near + resident :]
             runs = (Tier.DEVICE, near), (Tier.HOST, resident), (Tier.COLD, len(beyond))
@@ -644,16 +644,26 @@ class TieredStore:
         limit = min(limit, self.available_blocks)
         if limit <= 0:
             return None
-        found: dict[int, tuple[int, int]] = {}
-        for row in rows[self._far.counts[rows] > 0].tolist():
-            words, columns = self._promotable(self._far, self._promotions, row)
-            found.update(zip(words.tolist(), ((row, column) for column in columns.tolist()), strict=True))
+        found = [
+            (row, *self._promotable(self._far, self._promotions, row))
+            for row in rows[self._far.counts[rows] > 0].tolist()
+        ]
         if not found:
             return None
-        chosen = np.array(list(found)[:limit], dtype=np.int64)
-        cells = np.array(list(found.values())[:limit], dtype=np.int64)
-        names, lineage = self._chains.named(cells[:, 0], cells[:, 1])
-        return self._promotions.start_install(chosen, names, lineage, readers)
+        words, columns, of_rows = (
+            np.concatenate(parts)
+            for parts in zip(
+                *((words, columns, np.full(len(words), row)) for row, words, columns in found), strict=True
+            )
+        )
+        # What several rows read comes up once, where the first of them has it.
+        firsts = np.sort(np.unique(words, return_index=True)[1]) if len(found) > 1 else np.arange(len(words))
+        chosen = firsts[:limit]
+        if not len(chosen):
+            return None
+        names, lineage = self._chains.named(of_rows[chosen], columns[chosen])
+        readers = readers[self._far.counts[readers] > 0]
+        return self._promotions.start_install(words[chosen], names, lineage, readers)
 
     def finish_install(self) -> None:
         """The step that `start_install` was for is done: what it copied is read in the device tier now."""

@@ -139,6 +139,27 @@ def test_the_command_measures_links_a_cold_tier_and_a_model_and_keeps_them(
     (told,) = json.loads(capsys.readouterr().out)["computed_again"]
     assert told["device"] == "cpu"
     assert told["seconds"] == pytest.approx(one.compute.seconds(0, 100))
+    # A simulation reckons with it, and a sidecar begins with what its cold tier takes.
+    asked = [
+        "simulate",
+        "--generate",
+        "chats",
+        "--sessions",
+        "4",
+        "--policy",
+        "lru",
+        "--beside",
+        "none",
+        "--jobs",
+        "1",
+    ]
+    assert main([*asked, "--blocks", "200", "--calibration", str(cache), "--json"]) == 0
+    cost = json.loads(capsys.readouterr().out)["cost"]
+    assert cost["source"].startswith(f"measured here, of {folder} on cpu and a cold tier on ")
+    for name in ("seconds_per_step", "seconds_per_token", "seconds_per_token_pair"):
+        assert cost["compute"][name] == getattr(one.compute, name)
+    assert one.errors is not None
+    assert one.errors.seconds_per_token_pair > 0
 
 
 def test_options_of_a_calibration_are_for_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,9 +177,11 @@ def test_a_space_reckons_losses_by_what_it_was_told_and_where_copies_are(tmp_pat
         space = host.space(LAYOUT)
         held = names(0, 3)
         blocks = np.zeros((3, LAYOUT.block_bytes), np.uint8)
-        space.put(held, blocks, lineage=Lineage.of_chain(held))
+        assert space.put(held, blocks, wait=20.0, lineage=Lineage.of_chain(held)) == 3
         assert host.flush() == 0
-        space.put(names(3, 1), blocks[:1])  # of which nothing is known, and no copy there
+        assert (
+            space.put(names(3, 1), blocks[:1], wait=20.0) == 1
+        )  # of which nothing is known, and no copy there
         with space.match([*held, *names(3, 1)], start=None) as lease:
             records = space._records
             assert records.losses(lease.slots).tolist() == [1.0] * 4
@@ -184,7 +207,7 @@ def test_a_store_learns_what_its_cold_tier_takes_by_reading_it(tmp_path: Path) -
     with HostStore(1 << 20, cold=disk, extent_bytes=1 << 16) as host:
         space = host.space(LAYOUT)
         held = names(0, 8)
-        space.put(held, np.zeros((8, LAYOUT.block_bytes), np.uint8))
+        assert space.put(held, np.zeros((8, LAYOUT.block_bytes), np.uint8), wait=20.0) == 8
         told = CostModel(LAYOUT.block_size, LAYOUT.block_bytes, None, LINK, LINK)
         space.tell_costs(told)
         assert space.costs == told

@@ -286,6 +286,21 @@ def test_views_outlive_lease_and_connection(running: Running) -> None:
     assert mapped not in Path("/proc/self/maps").read_text()
 
 
+def test_blocks_are_counted_without_being_used(serving: ServeProcess) -> None:
+    with kvpager.connect(serving.path, timeout=5.0) as client:
+        space = client.space(LAYOUT)
+        assert space.put(names(0, 3), np.zeros((3, LAYOUT.block_bytes), np.uint8), wait=20.0) == 3
+        before = client.stats()["store"]
+        assert space.count_resident(names(0, 5)) == 3
+        assert space.count_resident(names(3, 2)) == space.count_resident([]) == 0
+        assert client.stats()["store"] == before
+        with pytest.raises(ConfigError, match="hashes"):
+            space.count_resident([b"short"])
+        serving.kill()
+        await_true(lambda: not client.ready)
+        assert space.count_resident(names(0, 3)) is None
+
+
 def test_room_may_come_while_somebody_else_has_some_or_nobody_knows(serving: ServeProcess) -> None:
     with kvpager.connect(serving.path, timeout=5.0) as mine, kvpager.connect(serving.path) as others:
         space, other = mine.space(LAYOUT), others.space(LAYOUT)

@@ -245,6 +245,45 @@ def test_a_plan_that_was_used_sees_the_token_that_was_written_just_before() -> N
     assert len({bytes(_bits(out).cpu().numpy()) for out in outs}) == steps
 
 
+@pytest.mark.usefixtures("shares")
+def test_rows_of_one_sequence_see_what_the_kernel_just_before_wrote_for_the_others() -> None:
+    """The last tokens of each sequence are in a row each; all of them are written in every step."""
+    layout = KVLayout(1, 2, 128)
+    rng = random.Random(12)
+    seqs, tokens, steps = 12, 20, 40
+    case = make_case(layout, [rng.randint(tokens, 3000) for _ in range(seqs)], torch.device("cuda"), seed=12)
+    table = case.table.repeat_interleave(tokens, 0)
+    earlier = torch.arange(tokens - 1, -1, -1, device="cuda", dtype=torch.int32).repeat(seqs)
+    lens = case.lengths.repeat_interleave(tokens) - earlier
+    last = (lens.long() - 1).view(-1, 1)
+    addresses = table.gather(1, last // layout.block_size).view(-1)
+    offsets = (last % layout.block_size).view(-1)
+    generator = torch.Generator("cuda").manual_seed(12)
+    rows = seqs * tokens
+    kv = torch.randn(2, steps, rows, 2, 128, generator=generator, device="cuda", dtype=torch.float16)
+    q = torch.randn(rows, 4, 128, generator=generator, device="cuda", dtype=torch.float16)
+    plan = decode_plan(table, lens, layout, early=False)
+    outs = q.new_empty((steps, *q.shape))
+
+    def step(number: int, plan: AttentionPlan | DecodePlan) -> torch.Tensor:
+        write_kv(kv[0, number], kv[1, number], addresses, offsets, 0, layout)
+        return decode_attention(q, table, lens, 0, layout, plan=plan, out=outs[number])
+
+    step(0, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(steps):
+            step(number, plan)
+    outs.fill_(torch.nan)
+    graph.replay()
+    found = outs.clone()
+    for number in range(steps):
+        torch.cuda.synchronize()
+        step(number, decode_plan(table, lens, layout))
+    assert torch.equal(_bits(found), _bits(outs))
+    assert len({bytes(_bits(out).cpu().numpy()) for out in outs}) == steps
+
+
 def test_wrong_arguments_are_told_before_the_launch() -> None:
     layout = KVLayout(2, 2, 128)
     case = make_case(KVLayout(1, 2, 128), [100, 3], torch.device("cuda"), seed=1)

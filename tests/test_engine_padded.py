@@ -20,6 +20,8 @@ from kvpager.engine.padded import PaddedDecode, padded_size
 from kvpager.engine.sampler import SamplingParams
 from kvpager.engine.sequence import Sequence, SequenceState
 from kvpager.engine.upload import upload
+from kvpager.kvstore.cost import LinkCost
+from kvpager.kvstore.cost_estimates import LinkEstimate
 from kvpager.tests.engine_cases import (
     GREEDY,
     HALF_SIZE,
@@ -89,6 +91,9 @@ def test_batches_are_padded_to_few_sizes_and_never_beyond_the_most() -> None:
         assert sizes == sorted(sizes)
         assert set(sizes) <= {1, 2, 4, most, *range(8, most + 1, 8)}
         assert all(size - count < 8 for count, size in enumerate(sizes, 1))
+        beside = [padded_size(count, most, prompts=True) for count in range(1, most + 1)]
+        assert all(count <= size <= most for count, size in enumerate(beside, 1))
+        assert set(beside) <= {most, *range(32, most + 1, 32)}
 
 
 def test_inputs_say_what_each_sequence_runs_and_that_the_rest_is_padding(llama: Case) -> None:
@@ -211,6 +216,32 @@ def test_forks_and_aborts_leave_rows_in_any_order(half: Case, judge: Judge, make
     check_nothing_is_held(llm)
 
 
+def test_short_chunks_of_prompts_run_in_padded_steps_and_long_ones_do_not(
+    llama: Case, made: list[LLM]
+) -> None:
+    if llama.device != "cpu":
+        pytest.skip("float32 has no kernel that a graph could hold")
+    llm = run_padded(maker(llama, made)())
+    padded = llm._runner._padded
+    assert padded is not None
+    others = [llm.submit(prompt, GREEDY) for prompt in llama.prompts[:2]]
+    for sequence in others:
+        run_until(llm, sequence, SequenceState.DECODING)
+    padded._sizes.clear()
+    longest = padded.prompt_tokens
+    size = padded_size(2 + longest, 12 + longest, prompts=True)
+    for count, beside in ((longest + 1, set()), (longest, {(size, False, True)})):
+        prompt = [2 + (count + number) % 190 for number in range(count)]
+        sequence = llm.submit(prompt, replace(GREEDY, max_tokens=1))
+        run_until(llm, sequence, SequenceState.FINISHED)
+        assert {key for key in padded._sizes if key[2]} == beside
+    for at, sequence in enumerate(others):
+        answer = llm.scheduler.tokens_of(sequence)[sequence.num_prompt :].tolist()
+        assert answer == list(llama.truth[at][: len(answer)])
+        llm.abort(sequence)
+    check_nothing_is_held(llm)
+
+
 def test_a_session_wakes_into_padded_steps(half: Case, judge: Judge, make_half: MakeLLM) -> None:
     llm = make_half()
     names = [str(at) for at in range(len(half.prompts))]
@@ -237,6 +268,8 @@ def test_who_wakes_far_is_installed_by_the_step_that_reads_it(
         evict_device(llm)
         assert pair[1].sleeping is not None
         promoted += len(pair[1].sleeping.hashes)
+        # So little that it is not copied up beside the other.
+        llm.store.costs.in_place = LinkEstimate(LinkCost(0.0, 1e-15))
         llm.step()
         assert pair[1].row is not None
         assert llm.store.far_blocks(pair[1].row) == 0
@@ -245,7 +278,7 @@ def test_who_wakes_far_is_installed_by_the_step_that_reads_it(
         llm.step()
     padded = llm._runner._padded
     assert padded is not None
-    assert (padded._sizes[2, True].graph is None) == (half.device == "cpu")
+    assert (padded._sizes[2, True, False].graph is None) == (half.device == "cpu")
     for at, answer in zip((4, 5), finish(llm, pair), strict=True):
         judge.check(half.prompts[at], answer.token_ids)
     check_nothing_is_held(llm)
@@ -318,12 +351,14 @@ def test_a_graph_gives_the_logits_of_the_same_step_without(half: Case, make_half
     mirror = llm._runner._mirror
     assert padded is not None
     assert mirror is not None
-    (known,) = (one for one in padded._sizes.values() if one.graph is not None)
-    with torch.inference_mode():
-        replayed = padded.run(known.inputs.clone(), mirror).clone()
-        plain = padded._forward(known.inputs, mirror, None).clone()
-    # Not one rounding differs: the same kernels ran on the same inputs.
-    assert torch.equal(replayed, plain)
+    for (_, installs, prompts), known in padded._sizes.items():
+        if known.graph is None or installs:
+            continue
+        with torch.inference_mode():
+            replayed = padded.run(known.inputs.clone(), mirror, prompts=prompts).clone()
+            plain = padded._forward(known, mirror, None).clone()
+        # Not one rounding differs: the same kernels ran on the same inputs.
+        assert torch.equal(replayed, plain)
 
 
 # What copies blocks

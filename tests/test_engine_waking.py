@@ -76,6 +76,8 @@ class Engine:
 
     device: int
     swap: Swap = Swap.ATTEND
+    copy_share: float = 1.0
+    """Of what reading in place takes, that copying does."""
     rows: int = 32
     mover: GatedMover = field(default_factory=GatedMover)
 
@@ -85,7 +87,7 @@ class Engine:
             LAYOUT.block_bytes,
             None,
             in_place=LinkCost(0.0, PER_BLOCK / LAYOUT.block_bytes),
-            copy=LinkCost(0.0, PER_BLOCK / LAYOUT.block_bytes),
+            copy=LinkCost(0.0, self.copy_share * PER_BLOCK / LAYOUT.block_bytes),
         )
         self.host = HostStore(64 * EXTENT, extent_bytes=EXTENT) if self.swap is not Swap.RECOMPUTE else None
         if self.host is not None:
@@ -195,6 +197,42 @@ def test_where_nobody_is_awake_everything_is_attended_at_once(engines: list[Engi
     assert back.row is not None
     assert engine.store.far_blocks(back.row) == 0
     assert engine.scheduler.stats.installed == 40
+
+
+@pytest.mark.parametrize(("copy_share", "at_once"), [(0.95, True), (0.8, False)])
+def test_where_nobody_is_awake_the_way_is_taken_that_ends_sooner(
+    engines: list[Engine], copy_share: float, at_once: bool
+) -> None:
+    engines.append(Engine(100, copy_share=copy_share))
+    engine = engines[-1]
+    back = engine.submit(engine.below(40 * SIZE), 3)
+    engine.run()
+    assert back.finish_reason is FinishReason.LENGTH
+    stats = engine.scheduler.stats
+    assert (stats.attended, stats.copied_first) == ((1, 0) if at_once else (0, 1))
+
+
+def test_what_does_not_fit_is_read_in_place_whatever_copying_takes(engines: list[Engine]) -> None:
+    engines.append(Engine(30, copy_share=0.1))
+    engine = engines[-1]
+    back = engine.submit(engine.below(40 * SIZE), 3)
+    engine.run()
+    assert back.finish_reason is FinishReason.LENGTH
+    assert engine.scheduler.stats.attended == 1
+    assert engine.scheduler.stats.read_in_place > 40
+
+
+def test_steps_that_took_longer_say_what_reading_in_place_takes_once_some_went_by(
+    engines: list[Engine],
+) -> None:
+    engine = make(engines, 100)
+    before = engine.store.costs.model.in_place
+    for number in range(6):
+        back = engine.submit(engine.below((30 + number) * SIZE), 1)
+        engine.scheduler.pace.step_seconds = 0.5 * STEP_SECONDS
+        while back.state is not SequenceState.FINISHED:
+            engine.step()
+    assert engine.store.costs.model.in_place != before
 
 
 @pytest.mark.parametrize(("blocks", "at_once"), [(BUDGET, True), (BUDGET + 1, False)])

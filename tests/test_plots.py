@@ -83,9 +83,11 @@ def test_no_other_figures_are_committed_or_shown() -> None:
 
 
 @every_plot
-def test_every_panel_has_a_ceiling_and_all_series_a_value_or_none_for_each_case(plot: Plot) -> None:
+def test_every_panel_has_a_ceiling_or_target_and_all_series_a_value_or_none_for_each_case(
+    plot: Plot,
+) -> None:
     for panel in plot.panels:
-        assert any(series.kind == "ceiling" for series in panel.series)
+        assert any(series.kind in ("ceiling", "target") for series in panel.series)
         assert {len(series.values) for series in panel.series} == {len(panel.cases)}
 
 

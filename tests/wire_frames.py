@@ -125,6 +125,7 @@ def frames() -> dict[str, Frame]:
         "reserve blocks of a chain": Request(32, m.Reserve(0, hashes, 0.0, parents, depths)),
         "put blocks of a chain": Request(33, m.Put(0, hashes, bytes(range(64)), 0.0, parents, depths)),
         "may have room": Request(29, m.MayHaveRoom(0, 3)),
+        "count resident": Request(29, m.CountResident(0, hashes)),
         "get status": Request(30, o.GetStatus()),
         "status": Reply(30, o.Status({"pid": 4242, "draining": False, "clock": {"now": 7}})),
         "find space": Request(31, o.FindSpace(_hash(64))),

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Header, Response
 from starlette.exceptions import HTTPException
 
 from ...kvstore.policy import policy_names
+from ...tiers.errors import ConfigError
 from .context import Admin, AdminHere
 from .models import (
     ColdAttach,
@@ -65,17 +66,27 @@ async def set_policy(asked: PolicyChange, admin: AdminHere) -> ConfigChanged:
     return await _configure(admin, {"policy": asked.policy})
 
 
-@router.patch("/config", responses={200: {"headers": _ETAG}, **documented(401, 403, 412, 413, 422, 503)})
+@router.patch("/config", responses={200: {"headers": _ETAG}, **documented(401, 403, 409, 412, 413, 422, 503)})
 async def set_config(
     asked: ConfigChange, admin: AdminHere, response: Response, if_match: _IfMatch = None
 ) -> ConfigChanged:
-    """Set something otherwise, all of it at once or nothing. It does not outlive the sidecar."""
+    """Set something otherwise, all of it at once or nothing. It does not outlive the sidecar.
+
+    409 where `policy_weights` are not those of the policy that is asked for, or else of the one in force, or
+    out of its bounds.
+    """
     async with admin.configuring:
         if if_match is not None:
             admin.watch.changed()
             if not _matches(if_match, _etag_of(await _config(admin))):
                 raise HTTPException(HTTPStatus.PRECONDITION_FAILED, "the settings are others by now")
-        changed = await _configure(admin, asked.model_dump(exclude_none=True))
+        try:
+            changed = await _configure(admin, asked.model_dump(exclude_none=True))
+        except ConfigError as error:
+            if not error.setting.startswith("policy_weights"):
+                raise
+            # The schema does not say which weights suit which policy: that depends on how things are.
+            raise HTTPException(HTTPStatus.CONFLICT, str(error)) from error
     response.headers["ETag"] = _etag_of(changed.config)
     return changed
 

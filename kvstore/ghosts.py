@@ -1,0 +1,60 @@
+"""What a policy knows of blocks by name, of those that are here and of ghosts: those that are not.
+
+("Ghosts": "ARC: a self-tuning, low overhead replacement cache", Megiddo and Modha, FAST 2003.) It is a table
+by hash, which names are already: an entry tells of one name, and gives way to the next one whose place is
+the same. So each batch takes a few array operations, and what was displaced is not known.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .lineage import ShortHashes
+
+__all__ = ["Ghosts"]
+
+_Places = npt.NDArray[np.intp]
+_FEWEST: Final = 1 << 16
+
+
+class Ghosts:
+    """Of each name a tag, and the slot that held its block the last time.
+
+    Args:
+        capacity: blocks that there may be here; of four times as many is known.
+
+    Attributes:
+        names: uint64, of each entry.
+        tags: int64, what the policy said of it; 0: nothing.
+        slots: intp, plus one; 0: none.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        bits = max(_FEWEST.bit_length() - 1, (4 * capacity - 1).bit_length() if capacity else 0)
+        self.names: ShortHashes = np.zeros(1 << bits, dtype=np.uint64)
+        self.tags = np.zeros(1 << bits, dtype=np.int64)
+        self.slots = np.zeros(1 << bits, dtype=np.intp)
+        self._mask = (1 << bits) - 1
+
+    def places(self, names: ShortHashes) -> _Places:
+        """Which entry each of these has, if any."""
+        places: _Places = names.view(np.intp) & self._mask
+        return places
+
+    def known(self, names: ShortHashes, places: _Places) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of these names are those of their entries."""
+        known: npt.NDArray[np.bool_] = self.names[places] == names
+        return known
+
+    def grown(self, capacity: int) -> Ghosts:
+        """The same, of more blocks."""
+        if 4 * capacity <= len(self.names):
+            return self
+        grown = Ghosts(capacity)
+        old = np.flatnonzero(self.names)
+        new = grown.places(self.names[old])
+        grown.names[new], grown.tags[new], grown.slots[new] = self.names[old], self.tags[old], self.slots[old]
+        return grown
