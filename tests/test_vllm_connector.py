@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvpager import connect_async
+from kvpager import connect, connect_async
 from kvpager.tests.redis_servers import RedisServer
 from kvpager.tests.serve_process import ServeProcess
 from kvpager.tests.vllm_process import Engine, require_vllm
@@ -277,6 +277,30 @@ def _wait_for(condition: Any, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.2)
+
+
+@pytest.mark.full
+def test_an_engine_core_that_is_killed_while_it_stores_leaves_nothing_reserved_or_half_stored(
+    tmp_path: Path, model: Path, sidecar: ServeProcess
+) -> None:
+    many = [prompt(at, 300) for at in range(48)]
+    # vLLM's usual form: scheduler and worker in a process of their own, steps prepared ahead.
+    apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with connect(url_of(sidecar)) as connection:
+
+        def slots(kind: str) -> int:
+            return sum(space[kind] for space in connection.status()["spaces"])
+
+        with Engine(tmp_path, model, url_of(sidecar), environment=apart) as engine:
+            engine.ready()
+            engine.send("generate", prompts=many)
+            _wait_for(lambda: slots("resident") > 0, 60)
+        stored = slots("resident")
+        _wait_for(lambda: slots("reserved") == slots("leased") == 0, 30)
+    with Engine(tmp_path, model) as plain, Engine(tmp_path, model, url_of(sidecar)) as engine:
+        expected = plain.ready().ask("generate", prompts=many)["tokens"]
+        assert engine.ready().ask("generate", prompts=many)["tokens"] == expected
+        assert 0 < engine.count("loaded_blocks") <= stored
 
 
 async def _empty_host(sidecar: ServeProcess) -> None:

@@ -226,11 +226,13 @@ class Lookups:
                 loaded = space.load(wanted, lookup.seconds_left, start=place)
                 lease.release()
                 lease = loaded
-            taken.append(lease)
-            leases.append(lease)
             found = min(found, len(lease))
             if not found:
+                # Nothing is held by it, and giving it back would cost the scheduler's thread a message.
+                lease.release()
                 break
+            taken.append(lease)
+            leases.append(lease)
         for lease in taken:
             lease.shorten(found)
         return found, max(found - resident, 0)
