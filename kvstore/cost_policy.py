@@ -86,7 +86,7 @@ class CostPolicy:
     """
 
     known_weights: ClassVar[Mapping[str, float]] = {
-        "prior": 4.0,
+        "prior": 8.0,
         "lindy": 0.1,
         "priority": 10.0,
         "hint_seconds": 600.0,

@@ -12,8 +12,9 @@ index of Gittins (1979) for a job that may be dropped at any time; "LHD: improvi
 maximizing hit density" (Beckmann, Chen and Cidon, NSDI 2018) ranks by the same ratio without the choice of
 the age. It rises while people usually think, and falls when who was to come back should have been there.
 
-What is seldom seen is told by what is like it: kinds are grouped, coarser and coarser, and a group speaks
-for its kinds as if it were a few observations of each.
+What is seldom seen is told by what is like it: kinds are grouped, coarser and coarser, and of each it is
+reckoned how many more returns there were, about some age, than its group would have led to expect. A few of
+these are taken for granted, so that where little was expected a kind does as its group does.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ _FIRST: Final = 1e-3
 _STEP: Final = 2**0.5
 _EDGES: Final = np.concatenate([[0.0], _FIRST * _STEP ** np.arange(_BINS - 1)])
 _WIDTHS: Final = np.diff(np.append(_EDGES, _EDGES[-1] * _STEP))
+_NEAR: Final = 0.5 ** (np.abs(np.subtract.outer(np.arange(_BINS), np.arange(_BINS))) / 4.0)
+"""What is seen in one bin counts for another one, too: half as much with each factor of four."""
+_MOST: Final = 0.9
+_ALL: Final = 0.97
+"""Shares of the returns: the ages at which so many were seen are the scale on which time is measured."""
+_LITTLE: Final = 1e-9
+"""What is next to nothing: a worth, a chance, an exponent."""
 _KEPT: Final = 1 << 15
 """Observations of each sort that are kept: what was before is forgotten."""
 _SPAN: Final = 3600.0
@@ -48,6 +56,13 @@ _MOST_BETWEEN: Final = 1024
 def _bins(ages: _Floats) -> npt.NDArray[np.intp]:
     """The bin of each age."""
     return np.searchsorted(_EDGES, ages, side="right") - 1
+
+
+def _quantile(values: _Floats, weights: _Floats, share: float) -> float:
+    """The value up to which this share of the weights is."""
+    order = np.argsort(values)
+    total = np.cumsum(weights[order])
+    return float(values[order[min(np.searchsorted(total, total[-1] * share), len(order) - 1)]])
 
 
 class _Ring:
@@ -71,27 +86,29 @@ class ReturnTimes:
     Args:
         groups: of each level, the coarsest first, intp [kinds]: the group that each kind is of. The last
             level is the kinds themselves.
-        prior: how many observations of a kind its group stands for.
-        lindy: [kinds]: of those of which nothing was seen, by how much the chance not to be used falls with
-            each doubling of the age: whatever was not used for long will not be for as long again.
+        prior: for how many returns of a kind what its group is expected to do stands.
+        lindy: [kinds]: the exponent of Lomax's law by which those return of which nothing was seen:
+            whatever was not used for long will not be for as long again.
     """
 
     def __init__(self, groups: Sequence[_Kinds], prior: float, lindy: _Floats) -> None:
         self._members = [np.equal.outer(np.arange(group.max() + 1), group) * 1.0 for group in groups]
         self._kinds = len(groups[-1])
         self._prior = prior
-        self._unseen = 1.0 - np.exp2(np.outer(-lindy, np.log2(1.0 + _WIDTHS / (_EDGES + _FIRST))))
+        self._lindy = np.maximum(lindy, _LITTLE)
         self._used = _Ring(3)
         self._returned = _Ring(4)
         self._thinned = 0
         """The share of uses that are noted is 2 to minus this."""
+        self._late = np.inf
+        """The age that nearly all who returned had at most."""
         self._thin_next = _KEPT
         self._turned_at: float | None = None
         self._fit_next = _FIRST_FIT
         self._horizon = 0
         """The bin of the age of the oldest observation."""
         self.worth = np.empty((self._kinds, _BINS))
-        self._reckon(self._unseen)
+        self._reckon(self._unseen(1.0))
 
     def noted(self, number: int) -> bool:
         """Whether a use of this number is one that is noted: its return is to be told, too."""
@@ -122,6 +139,10 @@ class ReturnTimes:
         worth: _Floats = self.worth[kinds, bins]
         part = np.minimum((ages - _EDGES[bins]) / _WIDTHS[bins], 1.0)
         worth += part * (self.worth[kinds, np.minimum(bins + 1, _BINS - 1)] - worth)
+        late = np.flatnonzero(ages > self._late)
+        if len(late):
+            # Too few returned so late to tell kinds apart: these go before all others, the oldest first.
+            worth[late] = np.minimum(worth[late], _LITTLE / ages[late])
         return worth
 
     def apart(self, one: int, other: int) -> bool:
@@ -149,25 +170,43 @@ class ReturnTimes:
         whole = after < until
         events = np.bincount((which * _BINS + after)[whole], weight[whole], kinds * _BINS)
         events = events.reshape(kinds, _BINS)
-        chance = self._unseen
+        scale = now - float(times.min())
+        if len(age):
+            scale = _quantile(age, weight, _MOST)
+            self._late = max(_FIRST, _quantile(age, weight, _ALL))
+        chance = self._unseen(max(_FIRST, scale))
+        near = np.eye(_BINS)
         for members in self._members:
-            told = (members @ chance) / members.sum(axis=1, keepdims=True)
-            share = (members @ events + self._prior * told) / (members @ at_risk + self._prior)
-            chance = members.T @ share
+            expected = members @ (at_risk * chance) @ near
+            more = (members @ events @ near + self._prior) / (expected + self._prior)
+            chance = np.minimum(chance * (members.T @ more), 0.9)
+            near = _NEAR
         self._horizon = int(_bins(now - times.min()))
-        self._reckon(np.clip(chance, 1e-9, 0.9))
+        self._reckon(np.maximum(chance, 1e-9))
+
+    def _unseen(self, scale: float) -> _Floats:
+        """The chance of a return within each bin where nothing was seen, [kinds, bins].
+
+        It is alike up to an age of `scale` seconds, and falls as one over the age from there on (Lomax). By
+        then kinds differ no more, so that of what is older than that the least recently used goes first.
+        """
+        still = (_EDGES + scale) / (_EDGES + _WIDTHS + scale)
+        least = self._lindy.min()
+        power = least * (self._lindy[:, None] / least) ** (scale / (_EDGES + scale))
+        unseen: _Floats = 1.0 - still**power
+        return unseen
 
     def _reckon(self, chance: _Floats) -> None:
         """`worth` from the chance of a return within each bin, [kinds, bins], of who got to it."""
-        none = np.zeros((len(chance), 1))
-        left = np.cumprod(1.0 - chance, axis=1)
-        self._return: list[float] = (1.0 - left[:, self._horizon]).tolist()
-        left = np.concatenate([none + 1.0, left[:, :-1]], axis=1)
-        taken = np.concatenate([none, np.cumsum(left * _WIDTHS * (1.0 - chance / 2), axis=1)], axis=1)
-        uses = np.concatenate([none, np.cumsum(left * chance, axis=1)], axis=1)
+        self._return: list[float] = (1.0 - np.prod(1.0 - chance[:, : self._horizon + 1], axis=1)).tolist()
         # By bins, then kinds: so the most over bins is taken of all kinds at a time.
-        uses, taken = uses.T.copy(), taken.T.copy()
+        chance = chance.T.copy()
+        held = _WIDTHS[:, None] * (1.0 - chance / 2)
+        left = np.ones_like(chance)
         for start in range(_BINS):
-            later = slice(start + 1, None)
-            ratio = (uses[later] - uses[start]) / (taken[later] - taken[start])
-            self.worth[:, start] = ratio.max(axis=0)
+            # Of those that got to this bin, not of all there were, of whom next to none may be left.
+            left[start] = 1.0
+            np.cumprod(1.0 - chance[start:-1], axis=0, out=left[start + 1 :])
+            uses = np.cumsum(left[start:] * chance[start:], axis=0)
+            taken = np.cumsum(left[start:] * held[start:], axis=0)
+            self.worth[:, start] = (uses / taken).max(axis=0)
