@@ -237,7 +237,12 @@ def fitted_compute(
     scale = np.sqrt(np.diag(gram))
     inverse = np.linalg.inv(gram / np.outer(scale, scale) + _RIDGE * np.eye(len(values)))
     errors = np.sqrt(variance * np.diag(inverse)) / scale
-    return ComputeCost(*values.tolist(), step_tokens), ComputeCost(*errors.tolist(), step_tokens)
+    return _compute_of(values, step_tokens), _compute_of(errors, step_tokens)
+
+
+def _compute_of(figures: npt.NDArray[np.float64], step_tokens: int | None) -> ComputeCost:
+    per_step, per_token, per_pair = figures.tolist()
+    return ComputeCost(per_step, per_token, per_pair, step_tokens)
 
 
 class CostEstimates:

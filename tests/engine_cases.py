@@ -16,6 +16,8 @@ from kvpager.engine.loader import LoadedModel, load_model
 from kvpager.engine.runner import Runner
 from kvpager.engine.sampler import SamplingParams
 from kvpager.engine.sequence import Sequence, SequenceState
+from kvpager.kvstore.cost import LinkCost
+from kvpager.kvstore.cost_estimates import LinkEstimate
 from kvpager.kvstore.space import HostSpace
 from kvpager.tests.model_files import save_tiny_model
 
@@ -38,6 +40,7 @@ __all__ = [
     "make_case",
     "make_half_case",
     "maker",
+    "reads_cost_nothing",
     "run_padded",
     "run_until",
 ]
@@ -161,6 +164,15 @@ def check(llm: LLM) -> None:
     llm.store.check_integrity()
     if llm.host is not None:
         llm.host.check_integrity()
+
+
+def reads_cost_nothing(llm: LLM) -> None:
+    """Have the engine take it that reading host memory in place takes next to nothing, and copying more.
+
+    So it copies nothing up beside the steps, once it knows how long one takes.
+    """
+    llm.store.costs.in_place = LinkEstimate(LinkCost(0.0, 1e-15))
+    llm.store.costs.copy = LinkEstimate(LinkCost(0.0, 1e-12))
 
 
 def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Tokens]:

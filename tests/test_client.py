@@ -290,10 +290,10 @@ def test_blocks_are_counted_without_being_used(serving: ServeProcess) -> None:
     with kvpager.connect(serving.path, timeout=5.0) as client:
         space = client.space(LAYOUT)
         assert space.put(names(0, 3), np.zeros((3, LAYOUT.block_bytes), np.uint8), wait=20.0) == 3
-        before = client.stats()["store"]
+        before = client.stats()["host"]
         assert space.count_resident(names(0, 5)) == 3
         assert space.count_resident(names(3, 2)) == space.count_resident([]) == 0
-        assert client.stats()["store"] == before
+        assert client.stats()["host"] == before
         with pytest.raises(ConfigError, match="hashes"):
             space.count_resident([b"short"])
         serving.kill()

@@ -28,6 +28,7 @@ from kvpager.tests.engine_cases import (
     finish,
     make_case,
     maker,
+    reads_cost_nothing,
     run_until,
 )
 from kvpager.tiers.cold_disk import DiskColdTier
@@ -96,6 +97,7 @@ def test_what_is_read_far_is_installed_by_the_step_that_reads_it(case: Case, mak
     assert llm.host.arena.wait_ready(llm.host.arena.num_extents, timeout=30.0)
     assert answers(llm, case.prompts) == case.truth
     evict_device(llm)
+    reads_cost_nothing(llm)
     sequences = [llm.submit(prompt, GREEDY) for prompt in case.prompts]
     llm.step()
     rows = [one.row for one in sequences]

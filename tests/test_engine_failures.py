@@ -30,6 +30,7 @@ from kvpager.tests.engine_cases import (
     evict_device,
     finish,
     maker,
+    reads_cost_nothing,
     run_until,
 )
 from kvpager.tests.redis_servers import RedisServer
@@ -256,6 +257,7 @@ def test_a_sequence_that_is_aborted_after_its_step_failed_leaves_nothing_behind(
     llm = make_llama()
     llm.generate(llama.prompts, GREEDY)
     evict_device(llm)
+    reads_cost_nothing(llm)
 
     def fail(module: torch.nn.Module, inputs: object) -> None:
         raise RuntimeError("a kernel failed")

@@ -20,8 +20,6 @@ from kvpager.engine.padded import PaddedDecode, padded_size
 from kvpager.engine.sampler import SamplingParams
 from kvpager.engine.sequence import Sequence, SequenceState
 from kvpager.engine.upload import upload
-from kvpager.kvstore.cost import LinkCost
-from kvpager.kvstore.cost_estimates import LinkEstimate
 from kvpager.tests.engine_cases import (
     GREEDY,
     HALF_SIZE,
@@ -36,6 +34,7 @@ from kvpager.tests.engine_cases import (
     finish,
     make_half_case,
     maker,
+    reads_cost_nothing,
     run_padded,
     run_until,
 )
@@ -261,6 +260,7 @@ def test_who_wakes_far_is_installed_by_the_step_that_reads_it(
     pair = [llm.submit(half.prompts[at], GREEDY) for at in (4, 5)]
     for sequence in pair:
         run_until(llm, sequence, SequenceState.DECODING)
+    llm.step()  # by then it is known how long a step takes that nothing disturbs
     promoted = 0
     for _ in range(3):
         assert llm.scheduler._make_room()
@@ -268,8 +268,7 @@ def test_who_wakes_far_is_installed_by_the_step_that_reads_it(
         evict_device(llm)
         assert pair[1].sleeping is not None
         promoted += len(pair[1].sleeping.hashes)
-        # So little that it is not copied up beside the other.
-        llm.store.costs.in_place = LinkEstimate(LinkCost(0.0, 1e-15))
+        reads_cost_nothing(llm)
         llm.step()
         assert pair[1].row is not None
         assert llm.store.far_blocks(pair[1].row) == 0

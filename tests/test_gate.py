@@ -95,8 +95,8 @@ def first_token(llm: LLM, tokens: list[int]) -> tuple[float, int]:
     return done.first_token_seconds, done.cached.cold
 
 
-def lower_quartiles_of(one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float]:
-    """Lower quartiles of what two contenders take in `ROUNDS` rounds, each of which goes first in turns.
+def lower_deciles_of(one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float]:
+    """Lower deciles of what two contenders take in `ROUNDS` rounds, each of which goes first in turns.
 
     What else the machine does makes a round slower and none faster, so the quicker ones tell them apart.
     """
@@ -105,7 +105,7 @@ def lower_quartiles_of(one: Callable[[], float], other: Callable[[], float]) -> 
         turns = [(one, taken[0]), (other, taken[1])]
         for contender, times in turns if number % 2 else reversed(turns):
             times.append(contender())
-    return float(np.quantile(taken[0], 0.25)), float(np.quantile(taken[1], 0.25))
+    return float(np.quantile(taken[0], 0.1)), float(np.quantile(taken[1], 0.1))
 
 
 def test_over_a_cold_tier_at_a_hundredth_a_request_takes_what_computing_takes(make: MakeEngine) -> None:
@@ -119,7 +119,7 @@ def test_over_a_cold_tier_at_a_hundredth_a_request_takes_what_computing_takes(ma
     seconds = PROMPT // BLOCK * llm.layout.block_bytes / disk.bytes_per_second
     for _ in range(3):  # by then it is known
         first_token(llm, tokens)
-    gated, computed = lower_quartiles_of(
+    gated, computed = lower_deciles_of(
         lambda: first_token(llm, tokens)[0], lambda: first_token(alone, tokens)[0]
     )
     assert gated <= WITHIN * computed
@@ -133,7 +133,7 @@ def test_over_a_fast_cold_tier_a_request_takes_what_loading_everything_takes(mak
     for one in (llm, always):
         computed, _ = first_token(one, tokens)
     disk.bytes_per_second = other.bytes_per_second = FAST
-    gated, loading = lower_quartiles_of(
+    gated, loading = lower_deciles_of(
         lambda: first_token(llm, tokens)[0], lambda: first_token(always, tokens)[0]
     )
     assert gated <= WITHIN * loading
@@ -234,13 +234,10 @@ def test_an_engine_on_a_sidecar_is_told_what_loads_took_there_and_keeps_back_wha
             assert time.monotonic() < until, "all of it was loaded, slow as it was"
             ask()
         # What is resident there is no load, however slow the cold tier is.
-        (done,) = llm.generate([tokens], ONE)
-        llm.store.poll()
-        evict_device(llm)
-        client.flush()
+        disk.bytes_per_second = float("inf")
         gated = llm.store.stats.gated_tokens
-        assert space.count_resident(llm.store.name_prompt(tokens).hashes) == PROMPT // BLOCK
-        (done,) = llm.generate([tokens], ONE)
-        assert done.cached.host + done.cached.cold == PROMPT - BLOCK
+        with space.load(llm.store.name_prompt(tokens).hashes[:-1], 20.0) as lease:
+            assert len(lease) == PROMPT // BLOCK - 1
+            (done,) = llm.generate([tokens], ONE)
+        assert done.cached.host == PROMPT - BLOCK
         assert llm.store.stats.gated_tokens == gated
-        disk.bytes_per_second = FAST

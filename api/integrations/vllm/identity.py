@@ -1,0 +1,205 @@
+"""What the KV of a vLLM engine depends on, by content: the roots of its chains."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ....kvstore.hashing import ChainIdentity
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+__all__ = ["ChainRoots", "digest_folder", "digest_model"]
+
+_READ_BYTES: Final = 8 << 20
+_HEX_DIGITS: Final = frozenset("0123456789abcdef")
+_SHA_DIGITS: Final = (40, 64)
+"""Of git's and of large files' digests, by which a Hugging Face cache names its blobs."""
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+_NOT_CONTENT: Final = frozenset({"_name_or_path", "transformers_version"})
+
+
+def digest_folder(folder: Path) -> bytes:
+    """32 bytes that name the weights in a folder by their content, and its configuration files.
+
+    Files of a Hugging Face cache are links to blobs that are named by their digests, and are not read.
+
+    Raises:
+        OSError: a file cannot be read, or there are no weights.
+    """
+    state = hashlib.blake2b(digest_size=32)
+    paths = [folder] if folder.is_file() else sorted(_files(folder))
+    if not any(path.suffix in _WEIGHTS for path in paths):
+        raise FileNotFoundError(f"no weights in {folder}")
+    for path in paths:
+        state.update(f"{len(path.name)}|{path.name}|".encode())
+        state.update(_digest_file(path))
+    return state.digest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.is_file() and (
+            path.suffix in _WEIGHTS or path.name in ("adapter_config.json", "config.json")
+        ):
+            yield path
+
+
+def _digest_file(path: Path) -> bytes:
+    target = path.resolve()
+    if (
+        target.parent.name == "blobs"
+        and len(target.name) in _SHA_DIGITS
+        and _HEX_DIGITS.issuperset(target.name)
+    ):
+        return f"blob|{target.name}".encode()
+    state = hashlib.blake2b(digest_size=32)
+    with target.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            state.update(part)
+    return b"file|" + state.digest()
+
+
+def digest_model(config: VllmConfig) -> bytes:
+    """32 bytes that name what this engine computes KV with.
+
+    Weights by content; the model's configuration as vLLM resolved it, RoPE and windows included; how it
+    computes and keeps it: types, quantisation.
+
+    Raises:
+        OSError: the weights cannot be read here.
+    """
+    model = config.model_config
+    state = hashlib.blake2b(digest_size=32)
+    parts = [
+        _digest_weights(model, config.load_config.load_format),
+        _as_text(model.hf_config.to_dict()),
+        str(model.dtype).encode(),
+        str(model.quantization).encode(),
+        str(config.cache_config.cache_dtype).encode(),
+    ]
+    speculative = config.speculative_config
+    if speculative is not None and speculative.draft_model_config is not None:
+        draft = speculative.draft_model_config
+        parts += [str(speculative.method).encode(), _digest_weights(draft, config.load_config.load_format)]
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little") + part)
+    return state.digest()
+
+
+def _digest_weights(model: ModelConfig, load_format: object) -> bytes:
+    if str(load_format) == "dummy":
+        return f"dummy|{model.seed}".encode()
+    folder = Path(model.model)
+    if not folder.exists():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    return digest_folder(folder)
+
+
+def _as_text(values: dict[str, Any]) -> bytes:
+    kept = {key: value for key, value in values.items() if key not in _NOT_CONTENT}
+    return json.dumps(kept, sort_keys=True, default=str).encode()
+
+
+class ChainRoots:
+    """The roots of an engine's chains: of its model, and of each adapter and salt.
+
+    The model's digest is made in a thread: it reads weights that are not from a cache of digests. Until it is
+    known, and where it cannot be made, nothing is named.
+
+    Args:
+        config: vLLM's.
+        log: where it is said that there is none.
+    """
+
+    def __init__(self, config: VllmConfig, log: logging.Logger) -> None:
+        self._log = log
+        self._model: Future[bytes] = Future()
+        self._adapters = _Adapters(log)
+        self._epoch = 0
+        threading.Thread(target=self._digest, args=(config,), name="kvpager-digest", daemon=True).start()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the model's digest is known, so many seconds at most."""
+        try:
+            self._model.exception(seconds)
+        except TimeoutError:
+            self._log.info(
+                "kvpager: the weights are being digested; nothing is found or kept until that is done"
+            )
+
+    def root(self, request: Request) -> bytes | None:
+        """The root of a request's chain; None where it is not known. May read an adapter's files."""
+        if not self._model.done() or self._model.exception() is not None:
+            return None
+        adapter = b""
+        if request.lora_request is not None:
+            digest = self._adapters.digest(request.lora_request)
+            if digest is None:
+                return None
+            adapter = digest
+        salt = (request.cache_salt or "").encode()
+        return ChainIdentity(self._model.result(), adapter, epoch=self._epoch, salt=salt).root
+
+    def reset(self) -> None:
+        """Weights were changed in place: from now on KV is shared with no engine, not with itself before."""
+        self._epoch = int.from_bytes(os.urandom(8), "little") | 1
+
+    def _digest(self, config: VllmConfig) -> None:
+        try:
+            self._model.set_result(digest_model(config))
+        except (OSError, ValueError) as error:  # also of weights that were never a file
+            self._log.warning("kvpager: nothing is found or kept: the weights cannot be digested (%s)", error)
+            self._model.set_exception(error)
+
+
+class _Adapters:
+    """Digests of adapters by their numbers, each made once for a state of its files.
+
+    vLLM loads an adapter's files when it is first used, and again where a request says so. Where they have
+    changed since they were digested, and no request said so, nobody knows what is loaded: then it has none.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._known: dict[int, tuple[object, bytes | None]] = {}
+        self._lock = threading.Lock()
+
+    def digest(self, adapter: LoRARequest) -> bytes | None:
+        folder = Path(adapter.lora_path)
+        with self._lock:
+            try:
+                state = (str(folder), _state_of(folder))
+                known = self._known.get(adapter.lora_int_id)
+                if known is None or adapter.load_inplace:
+                    if known is None or known[0] != state:
+                        known = (state, digest_folder(folder))
+                elif known[0] != state and known[1] is not None:
+                    self._log.warning(
+                        "kvpager: the files of adapter %s have changed: nothing is found or kept of it until "
+                        "it is loaded under another number, or in place",
+                        adapter.lora_name,
+                    )
+                    known = (known[0], None)
+            except OSError as error:
+                self._log.warning("kvpager: adapter %s cannot be digested (%s)", adapter.lora_name, error)
+                known = ((), None)
+            self._known[adapter.lora_int_id] = known
+            return known[1]
+
+
+def _state_of(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    looks = ((path.name, path.stat()) for path in sorted(_files(folder)))
+    return tuple((name, look.st_ino, look.st_size, look.st_mtime_ns) for name, look in looks)

@@ -1,0 +1,95 @@
+"""A real vLLM in a process of its own, told by lines of JSON what to do. Run by an environment that has vLLM.
+
+    python vllm_engine.py '{"model": ..., "url": ...}'
+
+The options are those of ``LLM``; without ``url`` it has no connector. Each line of standard input is a map of
+``call`` and its arguments; each answer a line of standard output after the mark.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+MARK = "@kvpager@ "
+_MOST_STEPS = 5000
+"""Of a millisecond each, where an engine that is in this process has nothing to compute."""
+
+
+def answer(values: object) -> None:
+    print(f"{MARK}{json.dumps(values)}", flush=True)
+
+
+class Engine:
+    """Calls by their names."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        url = options.pop("url", None)
+        if url is not None:
+            options["kv_transfer_config"] = {
+                "kv_connector": "KVPagerConnector",
+                "kv_connector_module_path": "kvpager.api.integrations.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"url": url, **options.pop("extra", {})},
+            }
+        usual = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "block_size": 32,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 2048,
+            "disable_log_stats": False,
+        }
+        self._llm = LLM(**{**usual, **options})
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 8,
+        salts: list[str | None] | None = None,
+        adapters: list[list[Any] | None] | None = None,
+    ) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        inputs: list[Any] = []
+        for at, tokens in enumerate(prompts):
+            salt = salts[at] if salts else None
+            inputs.append({"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})})
+        loras = [None if one is None else LoRARequest(*one) for one in adapters] if adapters else None
+        done = self._llm.generate(inputs, params, use_tqdm=False, lora_request=loras)
+        return {
+            "tokens": [list(one.outputs[0].token_ids) for one in done],
+            "cached": [one.num_cached_tokens for one in done],
+        }
+
+    def reset(self) -> bool:
+        """vLLM forgets its own prefix cache, once what is being stored is stored."""
+        for _ in range(_MOST_STEPS):
+            if bool(self._llm.reset_prefix_cache()):
+                return True
+            self._llm.llm_engine.step()
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        return {one.name: one.value for one in self._llm.get_metrics() if hasattr(one, "value")}
+
+
+def main() -> None:
+    engine = Engine(json.loads(sys.argv[1]))
+    answer("ready")
+    for line in sys.stdin:
+        values = json.loads(line)
+        answer(getattr(engine, values.pop("call"))(**values))
+    sys.stdout.flush()
+    os._exit(0)  # the engine's own threads take seconds to end
+
+
+if __name__ == "__main__":
+    main()
