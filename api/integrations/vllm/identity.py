@@ -26,6 +26,8 @@ _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _SHA_DIGITS: Final = (40, 64)
 """Of git's and of large files' digests, by which a Hugging Face cache names its blobs."""
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+_ROPE_BY_LENGTH: Final = (b'"longrope"', b'"su"', b'"dynamic"')
+"""Kinds of RoPE whose parameters vLLM takes by how long a request may become."""
 _NOT_CONTENT: Final = frozenset({"_name_or_path", "transformers_version"})
 
 
@@ -81,13 +83,16 @@ def digest_model(config: VllmConfig) -> bytes:
     """
     model = config.model_config
     state = hashlib.blake2b(digest_size=32)
+    configuration = _as_text(model.hf_config.to_dict())
     parts = [
         _digest_weights(model, config.load_config.load_format),
-        _as_text(model.hf_config.to_dict()),
+        configuration,
         str(model.dtype).encode(),
         str(model.quantization).encode(),
         str(config.cache_config.cache_dtype).encode(),
     ]
+    if any(kind in configuration for kind in _ROPE_BY_LENGTH):
+        parts.append(str(model.max_model_len).encode())
     speculative = config.speculative_config
     if speculative is not None and speculative.draft_model_config is not None:
         draft = speculative.draft_model_config
