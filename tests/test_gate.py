@@ -25,7 +25,7 @@ from kvpager.tests.throttled_disk import ThrottledDisk
 pytestmark = pytest.mark.timeout(120)
 
 BLOCK = 16
-PROMPT = 512
+PROMPT = 1024
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 FAST = 40e6
 """Bytes a second: a prompt of the test's model is there in a small part of the time that computing takes."""
