@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Final
 
 from .. import __version__
-from ..kvstore.calibration import CALIBRATION_VARIABLE, calibration_path, read_calibration
+from ..kvstore.calibration import CALIBRATION_VARIABLE, calibration_path, expect_writable, read_calibration
 from ..tiers.errors import ConfigError, KVPagerError
 from ..tiers.settings import expect_seconds, public_url
 from .bench_cold import measure_cold
@@ -135,6 +135,7 @@ def _run(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace, seconds: float) -> int:
     """Measure costs and keep them, with what was kept of other models and tiers before."""
     path = calibration_path(os.environ, options.calibration)
+    expect_writable(path)
     reason = why_no_gpu()
     found = calibrated(options.cold, seconds, gpu=reason is None)
     if options.model is not None:

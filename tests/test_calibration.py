@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from kvpager.kvstore.lineage import Lineage
 from kvpager.tests.raw_client import LAYOUT, names
 from kvpager.tests.redis_servers import RedisServer
 from kvpager.tests.troubled_disk import TroubledDisk
-from kvpager.tiers.errors import ConfigError
+from kvpager.tiers.errors import ConfigError, KVPagerError
 
 LINK, OTHER = LinkCost(1e-5, 2e-11), LinkCost(2e-5, 3e-11)
 COMPUTE = ComputeCost(1e-3, 2e-5, 3e-10, 512)
@@ -160,6 +162,24 @@ def test_the_command_measures_links_a_cold_tier_and_a_model_and_keeps_them(
         assert cost["compute"][name] == getattr(one.compute, name)
     assert one.errors is not None
     assert one.errors.seconds_per_token_pair > 0
+
+
+def test_where_it_cannot_be_kept_is_found_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder.mkdir()
+    file.touch()
+    for path, problem in ((folder, "Is a directory"), (file / "beneath", "Not a directory|File exists")):
+        began = time.monotonic()
+        # More than this many seconds would be measured.
+        assert main(["bench", "--calibrate", "--seconds", "10", "--calibration", str(path)]) == 1
+        assert time.monotonic() - began < 9.0
+        assert re.search(f"{path} cannot be written: ({problem})", capsys.readouterr().err)
+        with pytest.raises(KVPagerError, match=f"{path} cannot be written: ({problem})"):
+            FOUND.write(path)
+    assert sorted(tmp_path.iterdir()) == [file, folder]
+    assert list(folder.iterdir()) == []
 
 
 def test_options_of_a_calibration_are_for_one(capsys: pytest.CaptureFixture[str]) -> None:

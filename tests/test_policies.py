@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvpager.kvstore.cost_policy import CostPolicy
-from kvpager.kvstore.policy import BlockFacts, Retention, Weight, check_weights, make_policy
+from kvpager.kvstore.policy import BlockFacts, PolicyMaker, Retention, Weight, check_weights, make_policy
 from kvpager.kvstore.s3fifo_policy import S3FIFOPolicy
 from kvpager.tests.tier_machine import Tier, ids
 from kvpager.tiers.errors import ConfigError, IntegrityError
@@ -225,7 +225,8 @@ def test_what_the_cost_policy_divides_by_is_never_zero(wrong: dict[str, float]) 
 @pytest.mark.parametrize("name", ["cost", "s3fifo"])
 @pytest.mark.parametrize("end", ["least", "most"])
 def test_a_policy_ranks_with_its_weights_at_their_bounds(name: str, end: str) -> None:
-    known = {"cost": CostPolicy, "s3fifo": S3FIFOPolicy}[name].known_weights
+    makers: dict[str, PolicyMaker] = {"cost": CostPolicy, "s3fifo": S3FIFOPolicy}
+    known = makers[name].known_weights
     for weights in (
         *({one: _at(weight, end)} for one, weight in known.items()),
         {one: _at(weight, end) for one, weight in known.items()},
