@@ -49,6 +49,7 @@ __all__ = [
     "Weight",
     "check_weights",
     "expect_retention",
+    "known_weights",
     "make_policy",
     "policy_names",
     "weights_of",
@@ -300,6 +301,15 @@ def make_policy(
     return maker(capacity, clock=clock, losses=losses, seed=seed, weights=values)
 
 
+def known_weights(name: str) -> Mapping[str, Weight]:
+    """The weights of the policy called `name`.
+
+    Raises:
+        ConfigError: there is no such policy, it cannot be imported, or is none.
+    """
+    return _maker(name).known_weights
+
+
 def check_weights(name: str, weights: object) -> dict[str, float]:
     """These weights of the policy called `name`, as numbers; None: none.
 
@@ -307,7 +317,7 @@ def check_weights(name: str, weights: object) -> dict[str, float]:
         ConfigError: there is no such policy, or it has no such weight, or one is out of its bounds.
     """
     given: Any = {} if weights is None else weights
-    values = weights_of(name, _maker(name).known_weights, given)
+    values = weights_of(name, known_weights(name), given)
     return {one: values[one] for one in given}
 
 
