@@ -76,7 +76,7 @@ class ChainLeaves:
         self._ids.update(zip(listed, ids.tolist(), strict=True))
         # Of a run of blocks all but the first one follow the one before them.
         others = parents[:1].tolist()
-        if parents[1:].tobytes() == names[:-1].tobytes():
+        if parents[1:].all() and parents[1:].tobytes() == names[:-1].tobytes():
             self.followers[at[:-1]] = 1
         else:
             follows = parents[1:] == names[:-1]
