@@ -56,8 +56,9 @@ def test_a_process_that_is_gone_before_it_has_its_work_is_told(monkeypatch: pyte
 
 
 def test_nothing_is_imported_from_the_current_folder(tmp_path: Path) -> None:
-    (tmp_path / "re.py").write_text("import nothing_of_the_kind")
-    (tmp_path / "numpy.py").write_text("import nothing_of_the_kind")
+    # What a process imports before it has its parent's path, and after.
+    for module in ("pickle", "re", "numpy"):
+        (tmp_path / f"{module}.py").write_text("import nothing_of_the_kind")
     # As a command is that lies in another folder, whose path alone it has.
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "command.py").write_text(
