@@ -137,8 +137,11 @@ def _wrong(path: str | os.PathLike[str], line: int, problem: str) -> ConfigError
 
 def _number(path: str | os.PathLike[str], line: int, value: Mapping[str, Any], key: str) -> float:
     number = value.get(key)
-    good = isinstance(number, int | float) and not isinstance(number, bool)
-    if not good or not abs(number) <= sys.float_info.max:
+    if (
+        not isinstance(number, int | float)
+        or isinstance(number, bool)
+        or not abs(number) <= sys.float_info.max
+    ):
         raise _wrong(path, line, f"{key} must be a number, got {shown(number)}")
     return float(number)
 
