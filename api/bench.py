@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Final
 
 from .. import __version__
-from ..kvstore.calibration import CALIBRATION_VARIABLE, calibration_path, read_calibration
+from ..kvstore.calibration import CALIBRATION_VARIABLE, calibration_path, expect_writable, read_calibration
 from ..tiers.errors import ConfigError, KVPagerError
 from ..tiers.settings import expect_seconds, public_url
 from .bench_cold import measure_cold
@@ -108,8 +108,7 @@ def _run(options: argparse.Namespace) -> int:
     found: list[Measurement] = []
     failed = 0
     for number, (name, measure) in enumerate(parts, 1):
-        if sys.stderr.isatty():
-            print(f"measuring {name} ({number} of {len(parts)})\x1b[K", end="\r", file=sys.stderr, flush=True)
+        _show(f"measuring {name} ({number} of {len(parts)})")
         try:
             new = measure(seconds)
         except KVPagerError as error:
@@ -135,24 +134,50 @@ def _run(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace, seconds: float) -> int:
     """Measure costs and keep them, with what was kept of other models and tiers before."""
     path = calibration_path(os.environ, options.calibration)
+    expect_writable(path)
     reason = why_no_gpu()
+    _show("measuring links")
     found = calibrated(options.cold, seconds, gpu=reason is None)
-    if options.model is not None:
-        found = found.with_earlier(calibrated_model(options.model, options.device, _MODEL_TIMES * seconds))
     try:
         found = found.with_earlier(read_calibration(path))
     except ConfigError as error:
         print(f"{error.problem}; it is replaced", file=sys.stderr)
     found.write(path)
+    failure: KVPagerError | None = None
+    if options.model is not None:
+        words = f"measuring prefills with {options.model}"
+        _show(words)
+        try:
+            model = calibrated_model(
+                options.model,
+                options.device,
+                _MODEL_TIMES * seconds,
+                lambda share: _show(f"{words}, {share:.0%}"),
+            )
+        except KVPagerError as error:
+            # The links are known all the same, and kept.
+            failure = error
+        else:
+            found = model.with_earlier(found)
+            found.write(path)
+    _show("")
     if options.json:
         print(found.as_json())
-        return 0
-    for line in calibration_lines(found):
-        print(line)
-    if reason is not None:
-        print(f"GPU: not measured: {reason}")
-    print(f"kept in {path}")
+    else:
+        for line in calibration_lines(found):
+            print(line)
+        if reason is not None:
+            print(f"GPU: not measured: {reason}")
+        print(f"kept in {path}")
+    if failure is not None:
+        raise failure
     return 0
+
+
+def _show(words: str) -> None:
+    """What is being done, to people."""
+    if sys.stderr.isatty():
+        print(f"{words}\x1b[K", end="\r", file=sys.stderr, flush=True)
 
 
 def _of(found: list[Measurement], missing: dict[str, str]) -> Measurements:

@@ -29,7 +29,7 @@ from .bench_memory import names_from
 if TYPE_CHECKING:
     from ..engine.llm import LLM
 
-__all__ = ["calibrated", "calibrated_model", "calibration_lines"]
+__all__ = ["calibrated", "calibrated_model", "calibration_lines", "well_known"]
 
 _CPU: Final = "cpu"
 _GPU: Final = "cuda:0"
@@ -50,6 +50,8 @@ _QUESTIONS: Final = (32, 128, 512)
 """Tokens that are computed after a beginning that is there."""
 _LEAST_KINDS: Final = 4
 """Of steps, that tell the three figures of a model apart."""
+_LEAST_SECONDS: Final = 20.0
+"""What a model may take at least: in less, slow machines do not compute so many kinds."""
 _QUARTILE: Final = 0.25
 _COMPUTE_UNITS: Final = (("us a step", 1e6), ("us a token", 1e6), ("ns a pair", 1e9))
 _BLOCK_TOKENS: Final = 16
@@ -78,18 +80,23 @@ def calibrated(colds: Sequence[str], seconds: float, *, gpu: bool) -> Calibratio
     return Calibration(platform.node(), time.time(), cold, devices)
 
 
-def calibrated_model(model: str | Path, device: str, seconds: float) -> Calibration:
+def calibrated_model(
+    model: str | Path, device: str, seconds: float, progress: Callable[[float], None] | None = None
+) -> Calibration:
     """What prefilling with a model costs, on an engine that has nothing else to do.
 
     Args:
         model: what `LLM` takes.
         device: where it runs, as of `LLM`.
-        seconds: how long that may take, without what is compiled at first use.
+        seconds: how long that may take. Where little was measured by then it goes on until it took 20 in all,
+            what is compiled at first use among them, and begins no prompt beyond.
+        progress: is told now and then what share of that has passed.
 
     Raises:
         ModelError: the model cannot be read.
         ConfigError: there is no such device.
-        KVPagerError: it takes too short prompts, or too long for them.
+        KVPagerError: it takes too short prompts, or too long for them; or what prompts took varies so much
+            that nothing is known by it.
     """
     # Here, since torch takes a good part of the time in which a command starts.
     from ..engine.llm import LLM
@@ -97,12 +104,17 @@ def calibrated_model(model: str | Path, device: str, seconds: float) -> Calibrat
 
     loaded, place = loaded_on(model, device, "auto")
     with LLM(loaded, device=place, block_size=_BLOCK_TOKENS, device_bytes=_DEVICE_BYTES, host_bytes=0) as llm:
-        measured = list(_prefills(llm, seconds))
+        measured = list(_prefills(llm, seconds, progress or (lambda share: None)))
         step_tokens = llm.scheduler.step_tokens
     if len(measured) < _LEAST_KINDS:
-        raise KVPagerError(f"{loaded.name} is not known: too few prompts were done in {seconds:g} seconds")
-    cost, errors = fitted_compute(measured, step_tokens)
-    costs = DeviceCosts(models={loaded.identity.hex(): ModelCost(loaded.name, cost, errors)})
+        raise KVPagerError(f"{loaded.name} is not known: too few prompts were done in time")
+    cost = ModelCost(loaded.name, *fitted_compute(measured, step_tokens))
+    if not well_known(cost, measured):
+        raise KVPagerError(
+            f"what prefilling with {loaded.name} takes is not known well enough, and not kept: it seems "
+            f"to be {_compute_words(cost)}; measure for more --seconds, or while the machine does less"
+        )
+    costs = DeviceCosts(models={loaded.identity.hex(): cost})
     return Calibration(platform.node(), time.time(), {}, {device_name(place): costs})
 
 
@@ -117,24 +129,46 @@ def calibration_lines(calibration: Calibration) -> Iterator[str]:
         yield f"{words:<58} {link.seconds_per_call * 1e6:8.1f} us + {_rate(link)}"
     for name, costs in calibration.devices.items():
         for model in costs.models.values():
-            figures = zip(
-                _COMPUTE_UNITS,
-                astuple(model.compute)[:3],
-                astuple(model.errors or model.compute)[:3],
-                strict=True,
-            )
-            parts = [
-                f"{value * scale:.2f}" + (f" ± {error * scale:.2f}" if model.errors else "") + f" {unit}"
-                for (unit, scale), value, error in figures
-            ]
-            yield f"{f'{name}: prefill with {model.name}':<58} {' + '.join(parts)}"
+            yield f"{f'{name}: prefill with {model.name}':<58} {_compute_words(model)}"
+
+
+def well_known(cost: ModelCost, measured: Sequence[tuple[int, float, float]]) -> bool:
+    """Whether the error of each figure is less than what it is a part of: no measured step takes, by the
+    figures, less than what the error of one of them would add to it.
+
+    So a figure that hardly matters, as that of pairs where prompts are short, need not be known.
+
+    Args:
+        cost: with its errors.
+        measured: as of `fitted_compute`, what it was fitted to.
+    """
+    if cost.errors is None:
+        return False
+    steps = np.array([(1.0, tokens, pairs) for tokens, pairs, _ in measured])
+    takes = steps @ np.array(astuple(cost.compute)[:3])
+    return bool((steps * np.array(astuple(cost.errors)[:3]) < takes[:, None]).all())
+
+
+def _compute_words(model: ModelCost) -> str:
+    figures = zip(
+        _COMPUTE_UNITS,
+        astuple(model.compute)[:3],
+        astuple(model.errors or model.compute)[:3],
+        strict=True,
+    )
+    return " + ".join(
+        f"{value * scale:.2f}" + (f" ± {error * scale:.2f}" if model.errors else "") + f" {unit}"
+        for (unit, scale), value, error in figures
+    )
 
 
 def _rate(link: LinkCost) -> str:
     return f"{1e-9 / link.seconds_per_byte:.2f} GB/s" if link.seconds_per_byte else "nothing for a byte"
 
 
-def _prefills(llm: LLM, seconds: float) -> Iterator[tuple[int, float, float]]:
+def _prefills(
+    llm: LLM, seconds: float, progress: Callable[[float], None]
+) -> Iterator[tuple[int, float, float]]:
     """Tokens, pairs and seconds of steps of several lengths, as deep in a prompt as there is time for.
 
     What attention takes shows in tokens far from the beginning, and to compute these alone takes little time
@@ -157,14 +191,16 @@ def _prefills(llm: LLM, seconds: float) -> Iterator[tuple[int, float, float]]:
         return time.perf_counter() - began, done.cached.device == depth
 
     counts = [count for count in _QUESTIONS if count <= min(most, llm.scheduler.step_tokens)]
+    given_up = time.perf_counter() + max(seconds, _LEAST_SECONDS)
     for count in counts[:2]:
-        compute(0, count)  # what is compiled at first use
+        if time.perf_counter() < given_up:
+            compute(0, count)  # what is compiled at first use
     began = time.perf_counter()
     reached, rate = 0, 0.0
     for length in _GROWTH:
         # A part is as large as all before it, and each of its tokens takes somewhat longer.
         expected = 1.5 * rate * (length - reached)
-        if length > most or time.perf_counter() + expected > began + _GROWTH_SHARE * seconds:
+        if length > most or time.perf_counter() + expected > min(given_up, began + _GROWTH_SHARE * seconds):
             break
         started = time.perf_counter()
         llm.generate([document[:length]], one)
@@ -179,7 +215,9 @@ def _prefills(llm: LLM, seconds: float) -> Iterator[tuple[int, float, float]]:
             # Those that take long leave no time for the others, and say no more.
             left = began + seconds - time.perf_counter()
             short = expected <= min(left, _QUESTION_SHARE * seconds)
-            if short or (not number and kind[1] in counts[:2]):
+            first = not number and kind[1] in counts[:2] and time.perf_counter() + expected <= given_up
+            if short or first:
+                progress(min(1.0, 1.0 - left / seconds))
                 one_more, whole = compute(*kind)
                 if whole:
                     taken.append(one_more)

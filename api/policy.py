@@ -1,4 +1,5 @@
-"""``kvpager policy [NAME]``: how blocks are ranked for eviction; with NAME, another way from now on."""
+"""``kvpager policy [NAME]``: how blocks are ranked for eviction, and by which weights; with NAME, another
+way from now on."""
 
 from __future__ import annotations
 
@@ -38,6 +39,9 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(said, indent=2))
     elif options.policy is None:
         print(f"{said['policy']} (of {', '.join(said['policies'])})")
+        for name, weight in said["weights"].items():
+            bounds = f"{'above ' * weight['above']}{weight['least']:g} to {weight['most']:g}"
+            print(f"  {name}: {weight['value']:g} (usually {weight['usual']:g}; {bounds})")
     else:
         before, after = said["changed"].get("policy", (options.policy, options.policy))
         print(f"{after}, as it was" if before == after else f"{after}, and no longer {before}")

@@ -29,7 +29,7 @@ import numpy as np
 from ..kvstore.calibration import read_calibration
 from ..kvstore.chat_traces import ChatTraffic, chat_trace
 from ..kvstore.cost import ComputeCost, CostModel, LinkCost
-from ..kvstore.policy import MOST_BLOCKS, policy_names
+from ..kvstore.policy import MOST_BLOCKS, make_policy, policy_names
 from ..kvstore.textbook import TEXTBOOK
 from ..kvstore.trace import Trace
 from ..kvstore.trace_files import read_trace, write_mooncake
@@ -278,6 +278,9 @@ def _only(flag: str, name: str | None, known: Mapping[str, _T]) -> tuple[str, _T
 
 def _plan_of(options: argparse.Namespace, trace: Trace, costs: CostModel) -> Plan:
     policies = _names("--policy", options.policy, policy_names())
+    for name in policies:
+        # Here, since what processes that replay fail at is told with a traceback.
+        make_policy(name, 0)
     beside = [] if options.beside == _NONE else _names("--beside", options.beside, [MIN, *TEXTBOOK])
     if not trace.references:
         raise ConfigError("TRACE", "looks up no blocks")

@@ -48,7 +48,8 @@ class Prefetched:
     """What a hint set going, in blocks.
 
     Attributes:
-        host: looked for in the cold tier, and brought up to host memory if they are not there.
+        host: its leading ones that are in host memory already, or are looked for in the cold tier to be
+            brought up to it.
         device: being copied to the device tier, where these were free.
     """
 
@@ -89,7 +90,8 @@ class SessionCalls:
             return self._info(name, self._running(name))
 
     def sleep(self, name: str) -> None:
-        """Have its request give up its VRAM until `wake`. Between requests there is nothing to give up."""
+        """Have its request give up its VRAM until `wake`. Between requests there is nothing to give up, and
+        nothing changes: the next one runs at once."""
         with self._driving("a session is put to sleep"):
             running = self._running(name)
             if running is not None:

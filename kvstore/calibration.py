@@ -7,6 +7,7 @@ to, and a model's for the model of that identity: of others it is as if nothing 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ __all__ = [
     "DeviceCosts",
     "ModelCost",
     "calibration_path",
+    "expect_writable",
     "known_calibration",
     "read_calibration",
 ]
@@ -145,10 +147,31 @@ class Calibration:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-                file.write(self.as_json())
-            os.replace(file.name, path)
+                try:
+                    file.write(self.as_json())
+                    file.flush()
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
         except OSError as error:
             raise KVPagerError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def expect_writable(path: Path) -> None:
+    """See that a calibration can be kept there, before the time is spent that measuring takes.
+
+    Raises:
+        KVPagerError: it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name):
+            pass
+    except OSError as error:
+        raise KVPagerError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def read_calibration(path: Path) -> Calibration | None:

@@ -22,12 +22,12 @@ from typing import ClassVar, Final, NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ..tiers.settings import expect_integer
+from ..tiers.settings import MOST_SECONDS, expect_integer
 from . import use_kinds
 from .chain_links import ChainLinks
 from .ghosts import Ghosts
 from .lineage import ShortHashes
-from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention
+from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention, Weight, weights_of
 from .return_times import ReturnTimes
 from .runs import Parts, Places, Runs, Use, stretches
 from .victims import Going, Victims
@@ -77,22 +77,32 @@ def _of_runs(before: Parts) -> Parts:
 class CostPolicy:
     """Expected seconds saved per second of a place.
 
+    Its weights:
+
+    - ``prior``: for how many returns of a kind what its group is expected to do stands;
+    - ``lindy``: the exponent of Lomax's law, by which blocks come back of whose kind nothing was seen;
+    - ``priority``: advice of so much more priority doubles what a block is worth;
+    - ``hint_seconds``: how long advice holds that does not say it, where no tier does;
+    - ``finish``: times as much is worth what whoever is about to finish uses;
+    - ``late``: seconds at least that a block is waited for beyond the time at which advice has it return;
+    - ``return_trust``: the share of blocks advised to return that are taken to do so.
+
     Args:
         capacity: ids are below it, until `resize`.
         options: see `PolicyOptions`.
 
     Raises:
-        ConfigError: `capacity` is out of range.
+        ConfigError: `capacity` or a weight is out of range.
     """
 
-    known_weights: ClassVar[Mapping[str, float]] = {
-        "prior": 8.0,
-        "lindy": 0.1,
-        "priority": 10.0,
-        "hint_seconds": 600.0,
-        "finish": 16.0,
-        "late": 5.0,
-        "return_trust": 0.8,
+    known_weights: ClassVar[Mapping[str, Weight]] = {
+        "prior": Weight(8.0, 0.01, 1e6),
+        "lindy": Weight(0.1, 1e-3, 10.0),
+        "priority": Weight(10.0, 1.0, 1e6),
+        "hint_seconds": Weight(600.0, 0.0, MOST_SECONDS),
+        "finish": Weight(16.0, 1.0, 1e6),
+        "late": Weight(5.0, 0.0, MOST_SECONDS),
+        "return_trust": Weight(0.8, 0.0, 1.0),
     }
     learns: ClassVar[bool] = True
 
@@ -100,7 +110,7 @@ class CostPolicy:
         capacity = expect_integer("capacity", capacity, 0, MOST_BLOCKS)
         self._clock = options.get("clock", time.monotonic)
         self._losses = options.get("losses")
-        self._weights = {**self.known_weights, **(options.get("weights") or {})}
+        self._weights = weights_of("cost", self.known_weights, options.get("weights"))
         self._runs = Runs(capacity)
         self._times = ReturnTimes(
             use_kinds.groups(), self._weights["prior"], self._weights["lindy"] * use_kinds.expected()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
 from ..tiers.settings import expect_integer
-from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention
+from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention, Weight
 
 __all__ = ["LRUPolicy"]
 
@@ -34,7 +34,7 @@ class LRUPolicy:
         ConfigError: `capacity` is out of range.
     """
 
-    known_weights: ClassVar[Mapping[str, float]] = {}
+    known_weights: ClassVar[Mapping[str, Weight]] = {}
     learns: ClassVar[bool] = False
 
     def __init__(self, capacity: int = 0, **options: Unpack[PolicyOptions]) -> None:

@@ -46,10 +46,13 @@ __all__ = [
     "PolicyMaker",
     "PolicyOptions",
     "Retention",
+    "Weight",
     "check_weights",
     "expect_retention",
+    "known_weights",
     "make_policy",
     "policy_names",
+    "weights_of",
 ]
 
 MOST_BLOCKS: Final = (1 << 31) - 1
@@ -213,6 +216,22 @@ class EvictionPolicy(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Weight:
+    """A number of a policy that can be set.
+
+    Args:
+        usual: its value where nothing is said.
+        least, most: its bounds.
+        above: it is greater than `least`.
+    """
+
+    usual: float
+    least: float
+    most: float
+    above: bool = False
+
+
 class PolicyOptions(TypedDict):
     """What a policy is made with, beside the number of ids.
 
@@ -232,8 +251,8 @@ class PolicyMaker(Protocol):
     """Makes policies of one kind: their class, as a rule."""
 
     @property
-    def known_weights(self) -> Mapping[str, float]:
-        """What of it can be set, by name, and the values where nothing is said."""
+    def known_weights(self) -> Mapping[str, Weight]:
+        """What of it can be set, by name. With any values within their bounds it ranks."""
         ...
 
     def __call__(self, capacity: int, /, **options: Unpack[PolicyOptions]) -> EvictionPolicy:
@@ -274,22 +293,62 @@ def make_policy(
         weights: those of its weights that are to be other than its own; None: none.
 
     Raises:
-        ConfigError: there is no such policy, it cannot be imported, or it has no such weight.
+        ConfigError: there is no such policy, it cannot be imported, is none, or has no such weight, or a
+            weight is out of its bounds.
     """
     maker = _maker(name)
-    weights = _merged(name, maker, weights)
-    return maker(capacity, clock=clock, losses=losses, seed=seed, weights=weights)
+    values = weights_of(name, maker.known_weights, weights)
+    return maker(capacity, clock=clock, losses=losses, seed=seed, weights=values)
+
+
+def known_weights(name: str) -> Mapping[str, Weight]:
+    """The weights of the policy called `name`.
+
+    Raises:
+        ConfigError: there is no such policy, it cannot be imported, or is none.
+    """
+    return _maker(name).known_weights
 
 
 def check_weights(name: str, weights: object) -> dict[str, float]:
     """These weights of the policy called `name`, as numbers; None: none.
 
     Raises:
-        ConfigError: there is no such policy, or it has no such weight, or one is no finite number from 0 on.
+        ConfigError: there is no such policy, or it has no such weight, or one is out of its bounds.
     """
     given: Any = {} if weights is None else weights
-    merged = _merged(name, _maker(name), given)
-    return {one: merged[one] for one in given}
+    values = weights_of(name, known_weights(name), given)
+    return {one: values[one] for one in given}
+
+
+def weights_of(name: str, known: Mapping[str, Weight], given: object) -> dict[str, float]:
+    """A policy's weights: of those that are given their values, of the others what is usual.
+
+    Args:
+        name: of the policy.
+        known: its weights.
+        given: a mapping of names to numbers; None: none.
+
+    Raises:
+        ConfigError: `given` is none, names what is no weight of the policy, or one is out of its bounds.
+    """
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise ConfigError("policy_weights", f"must be a mapping of names to numbers, got {shown(given)}")
+    for one in given:
+        if one not in known:
+            there = f"these are: {', '.join(known)}" if known else "it has none"
+            raise ConfigError("policy_weights", f"{name!r} has no weight {shown(one)}; {there}")
+    return {
+        one: expect_number(
+            f"policy_weights.{one}",
+            given.get(one, weight.usual),
+            weight.least,
+            weight.most,
+            above=weight.above,
+        )
+        for one, weight in known.items()
+    }
 
 
 def _maker(name: str) -> PolicyMaker:
@@ -301,19 +360,15 @@ def _maker(name: str) -> PolicyMaker:
         maker: PolicyMaker = found.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError("policy", f"{name!r} leads to {found.value}: {error}") from error
+    known = getattr(maker, "known_weights", None)
+    if not (
+        callable(maker)
+        and isinstance(known, Mapping)
+        and all(isinstance(one, Weight) for one in known.values())
+    ):
+        raise ConfigError(
+            "policy",
+            f"{name!r} leads to {found.value}, which makes no policies: it must be a class whose "
+            "`known_weights` map names to a Weight each",
+        )
     return maker
-
-
-def _merged(name: str, maker: PolicyMaker, weights: object) -> Mapping[str, float]:
-    """A policy's own weights, and in their place those of `weights`."""
-    known = maker.known_weights
-    if weights is None:
-        return known
-    if not isinstance(weights, Mapping):
-        raise ConfigError("policy_weights", f"must be a mapping of names to numbers, got {shown(weights)}")
-    for one in weights:
-        if one not in known:
-            there = f"these are: {', '.join(known)}" if known else "it has none"
-            raise ConfigError("policy_weights", f"{name!r} has no weight {shown(one)}; {there}")
-    given = {one: expect_number(f"policy_weights.{one}", value, 0.0) for one, value in weights.items()}
-    return {**known, **given}

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
-from ..tiers.settings import expect_integer, expect_number
+from ..tiers.settings import expect_integer
 from .chain_leaves import ChainLeaves, Followed
 from .lineage import ShortHashes
-from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention
+from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention, Weight, weights_of
 
 __all__ = ["S3FIFOPolicy"]
 
@@ -71,23 +71,18 @@ class S3FIFOPolicy:
         ConfigError: `capacity` or a weight is out of range.
     """
 
-    known_weights: ClassVar[Mapping[str, float]] = {
-        "small_share": 0.1,
-        "ghost_share": 0.9,
-        "promote_uses": 2.0,
+    known_weights: ClassVar[Mapping[str, Weight]] = {
+        "small_share": Weight(0.1, 0.0, 1.0, above=True),
+        "ghost_share": Weight(0.9, 0.0, 1.0, above=True),
+        "promote_uses": Weight(2.0, 1.0, float(_USES)),
     }
     learns: ClassVar[bool] = True
 
     def __init__(self, capacity: int = 0, **options: Unpack[PolicyOptions]) -> None:
         capacity = expect_integer("capacity", capacity, 0, MOST_BLOCKS)
-        weights = {**self.known_weights, **options.get("weights", {})}
-        shares = [
-            expect_number(f"policy_weights.{name}", weights[name], 0.0, 1.0, above=True)
-            for name in ("small_share", "ghost_share")
-        ]
-        self._small_share, self._ghost_share = shares
-        uses = expect_number("policy_weights.promote_uses", weights["promote_uses"], 1.0, float(_USES))
-        self._promote_uses = np.uint8(round(uses))
+        weights = weights_of("s3fifo", self.known_weights, options.get("weights"))
+        self._small_share, self._ghost_share = weights["small_share"], weights["ghost_share"]
+        self._promote_uses = np.uint8(round(weights["promote_uses"]))
         self._state: _States = np.zeros(0, dtype=np.uint8)
         self._place = np.zeros(0, dtype=np.int64)
         """Where in which queue a block stands (`_Queue`); 0: in none. What is in use keeps its place until

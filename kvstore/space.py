@@ -330,6 +330,8 @@ class HostSpace(SlotSpace):
     ) -> Reservation:
         """Slots to write blocks into.
 
+        What the policy does not find worth a place is DENIED, too, without a wait.
+
         Args:
             hashes: the blocks' names; a name twice is PENDING the second time.
             wait: seconds to wait for room that the background writer is making, here or in a space that is to
@@ -436,9 +438,11 @@ class HostSpace(SlotSpace):
             if present is not None and lineage is not None:
                 known = np.flatnonzero(status == _PRESENT)
                 records.lineage.learn(slots[known].astype(np.intp), lineage.take(known))
-            shared.stats.denied += short + unwanted
+            shared.stats.denied += short
+            shared.stats.unwanted += unwanted
             over_quota = short > 0 and self._room.over_quota
-            self._tenant.stats.denied += short + unwanted
+            self._tenant.stats.denied += short
+            self._tenant.stats.unwanted += unwanted
             self._tenant.stats.over_quota += short if over_quota else 0
             generations = np.where(status <= _PRESENT, records.generations[slots], 0)
         return Reservation(self, hashes, status, slots, generations), over_quota

@@ -29,6 +29,9 @@ class HostStats(Counters):
     dropped: int = 0
     """Evicted with no copy below, because the cold tier was absent, down or full."""
     denied: int = 0
+    """There was no room for them."""
+    unwanted: int = 0
+    """The policy did not find them worth a place."""
     cold_written: int = 0
     cold_write_failed: int = 0
     cold_loaded: int = 0

@@ -35,6 +35,8 @@ class TenantStats(Counters):
     denied: int = 0
     over_quota: int = 0
     """Of those denied: the quota was what lacked, not memory."""
+    unwanted: int = 0
+    """The policy did not find them worth a place."""
     purged: int = 0
 
 

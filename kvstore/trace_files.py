@@ -138,9 +138,8 @@ def _wrong(path: str | os.PathLike[str], line: int, problem: str) -> ConfigError
 def _number(path: str | os.PathLike[str], line: int, value: Mapping[str, Any], key: str) -> float:
     number = value.get(key)
     if (
-        isinstance(number, bool)
-        or not isinstance(number, int | float)
-        # Nor one that is none, nor an integer that no float is near to.
+        not isinstance(number, int | float)
+        or isinstance(number, bool)
         or not abs(number) <= sys.float_info.max
     ):
         raise _wrong(path, line, f"{key} must be a number, got {shown(number)}")

@@ -7,7 +7,7 @@ from typing import ClassVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
-from kvpager.kvstore.policy import BlockFacts, Ids, PolicyOptions, Retention
+from kvpager.kvstore.policy import BlockFacts, Ids, PolicyOptions, Retention, Weight
 from kvpager.tiers.errors import IntegrityError
 
 __all__ = ["Backwards"]
@@ -16,7 +16,7 @@ __all__ = ["Backwards"]
 class Backwards:
     """What came last goes first."""
 
-    known_weights: ClassVar[Mapping[str, float]] = {}
+    known_weights: ClassVar[Mapping[str, Weight]] = {}
     learns: ClassVar[bool] = True
 
     def __init__(self, capacity: int = 0, **options: Unpack[PolicyOptions]) -> None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-__all__ = ["install_policy"]
+__all__ = ["Unbounded", "install_policy"]
+
+
+class Unbounded:
+    """Would be a policy, but tells its weights without their bounds."""
+
+    known_weights: ClassVar[dict[str, float]] = {"weight": 1.0}
 
 
 def install_policy(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, leads_to: str) -> None:

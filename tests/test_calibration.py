@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import platform
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from kvpager.api import calibrate
+from kvpager.api.calibrate import well_known
 from kvpager.api.cli import main
 from kvpager.kvstore.calibration import (
     Calibration,
@@ -20,12 +24,13 @@ from kvpager.kvstore.calibration import (
     read_calibration,
 )
 from kvpager.kvstore.cost import ComputeCost, CostModel, LinkCost
+from kvpager.kvstore.cost_estimates import fitted_compute
 from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.lineage import Lineage
 from kvpager.tests.raw_client import LAYOUT, names
 from kvpager.tests.redis_servers import RedisServer
 from kvpager.tests.troubled_disk import TroubledDisk
-from kvpager.tiers.errors import ConfigError
+from kvpager.tiers.errors import ConfigError, KVPagerError
 
 LINK, OTHER = LinkCost(1e-5, 2e-11), LinkCost(2e-5, 3e-11)
 COMPUTE = ComputeCost(1e-3, 2e-5, 3e-10, 512)
@@ -106,7 +111,7 @@ def test_the_command_measures_links_a_cold_tier_and_a_model_and_keeps_them(
     folder = tmp_path / "model"
     save_tiny_model("llama", folder)
     (tmp_path / "cold").mkdir()
-    asked = ["bench", "--calibrate", "--seconds", "0.05", "--device", "cpu", "--model", str(folder)]
+    asked = ["bench", "--calibrate", "--seconds", "0.1", "--device", "cpu", "--model", str(folder)]
     assert main([*asked, "--cold", f"disk://{tmp_path / 'cold'}"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == f"kept in {cache}"
@@ -160,6 +165,62 @@ def test_the_command_measures_links_a_cold_tier_and_a_model_and_keeps_them(
         assert cost["compute"][name] == getattr(one.compute, name)
     assert one.errors is not None
     assert one.errors.seconds_per_token_pair > 0
+
+
+def test_where_it_cannot_be_kept_is_found_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder.mkdir()
+    file.touch()
+    for path, problem in ((folder, "Is a directory"), (file / "beneath", "Not a directory|File exists")):
+        began = time.monotonic()
+        # More than this many seconds would be measured.
+        assert main(["bench", "--calibrate", "--seconds", "10", "--calibration", str(path)]) == 1
+        assert time.monotonic() - began < 9.0
+        assert re.search(f"{path} cannot be written: ({problem})", capsys.readouterr().err)
+        with pytest.raises(KVPagerError, match=f"{path} cannot be written: ({problem})"):
+            FOUND.write(path)
+    assert sorted(tmp_path.iterdir()) == [file, folder]
+    assert list(folder.iterdir()) == []
+
+
+def test_what_is_known_less_well_than_prompts_take_is_told_and_not_kept(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from kvpager.tests.model_files import save_tiny_model
+
+    folder = tmp_path / "model"
+    save_tiny_model("llama", folder)
+    asked = ["bench", "--calibrate", "--seconds", "0.0001", "--device", "cpu", "--model", str(folder)]
+    # As on a machine that has no time for it at all.
+    monkeypatch.setattr(calibrate, "_LEAST_SECONDS", 0.0)
+    assert main(asked) == 1
+    told = capsys.readouterr()
+    assert "is not known: too few prompts were done in time" in told.err
+    assert told.out.splitlines()[-1] == f"kept in {cache}"
+    found = known_calibration()
+    assert found is not None
+    assert found.devices["cpu"].copy is not None
+    assert not found.devices["cpu"].models
+
+
+def test_a_figure_may_be_uncertain_where_it_hardly_matters() -> None:
+    sizes = [(32, 512.0), (128, 8192.0), (32, 2560.0), (128, 16384.0), (512, 131072.0)]
+    true = (1e-3, 2e-5, 3e-10)
+
+    def fitted(noise: list[float]) -> bool:
+        measured = [
+            (tokens, pairs, (true[0] + true[1] * tokens + true[2] * pairs) * times)
+            for (tokens, pairs), times in zip(sizes, noise, strict=True)
+        ]
+        return well_known(ModelCost("a model", *fitted_compute(measured, 512)), measured)
+
+    assert fitted([1.0] * 5)
+    assert fitted([1.02, 0.99, 1.0, 1.01, 0.98])
+    assert not fitted([30.0, 1.0, 1.0, 40.0, 0.2])
+    assert not well_known(ModelCost("a model", COMPUTE), [])
 
 
 def test_options_of_a_calibration_are_for_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,9 @@ import numpy.typing as npt
 import pytest
 from kvpager.kvstore.cost_policy import CostPolicy
 from kvpager.kvstore.policy import BlockFacts, EvictionPolicy, Losses, Retention, make_policy
+from kvpager.kvstore.replay import TierChoice, replay
 from kvpager.kvstore.return_times import ReturnTimes
+from kvpager.kvstore.trace import Trace, TraceEvent
 
 Request = tuple[float, list[int]]
 """When, and the numbers of its blocks."""
@@ -121,6 +124,48 @@ def test_chats_are_kept_before_what_is_sent_once(capacity: int) -> None:
     requests = chats(3)
     ratio = {name: Tier(name, capacity).replay(requests) for name in ("cost", "lru", "s3fifo")}
     assert ratio["cost"] > 1.1 * max(ratio["lru"], ratio["s3fifo"])
+
+
+def chats_and_scan(documents: int, blocks: int, seed: int) -> tuple[Trace, list[int]]:
+    """Eight chats whose users think for a minute or so, and between two turns documents that are read once.
+
+    Returns:
+        the trace, and which events are the chats' turns after the documents.
+    """
+    random = np.random.default_rng(seed)
+    events: list[tuple[float, str, int]] = []
+    for chat in range(8):
+        thought = 60.0 * np.exp(random.normal(0, 0.4, 4))
+        turns = 7.0 * chat + np.cumsum(thought)
+        events += [(float(time), f"chat {chat}", 6 * (turn + 1)) for turn, time in enumerate(turns)]
+    scanned = max(events)[0] + 5.0
+    events += [(scanned + at / 2, f"document {at}", blocks) for at in range(documents)]
+    after = scanned + documents / 2
+    back = [(after + random.uniform(5.0, 40.0), f"chat {chat}", 24) for chat in range(8)]
+    events = sorted(events + back)
+    trace = Trace.of_events(
+        (TraceEvent(time, chain_names(who, count), count, count, count) for time, who, count in events), 1
+    )
+    return trace, [at for at, event in enumerate(events) if event in back]
+
+
+def chain_names(who: str, count: int) -> npt.NDArray[np.uint64]:
+    digests = [hashlib.blake2b(f"{who} {at}".encode(), digest_size=8).digest() for at in range(count)]
+    return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
+
+
+@pytest.mark.parametrize(("documents", "blocks", "least"), [(16, 32, 0.6), (1, 512, 0.35)])
+def test_documents_that_are_read_once_do_not_flush_the_chats(
+    documents: int, blocks: int, least: float
+) -> None:
+    kept = dict.fromkeys(("lru", "s3fifo", "cost"), 0)
+    for seed in range(3):
+        trace, back = chats_and_scan(documents, blocks, seed)
+        for policy in kept:
+            kept[policy] += int(replay(trace, TierChoice(policy, 256)).blocks[back].sum())
+    everything = 3 * 8 * 24
+    assert kept["lru"] == 0
+    assert kept["cost"] > max(least * everything, kept["s3fifo"])
 
 
 def test_the_same_seed_gives_the_same_victims_and_the_books_agree() -> None:

@@ -16,6 +16,7 @@ from kvpager.kvstore.events import BlockEvent, EventKind
 from kvpager.kvstore.handles import ReserveStatus
 from kvpager.kvstore.hashing import ChainIdentity, hash_blocks
 from kvpager.kvstore.host import HostStore
+from kvpager.kvstore.policy import Retention
 from kvpager.kvstore.space import HostSpace
 from kvpager.kvstore.store import TieredStore
 from kvpager.tests.troubled_disk import TroubledDisk
@@ -171,6 +172,22 @@ def test_a_reservation_tells_what_is_new_present_pending_or_denied() -> None:
             assert reservation.generations[0] == lease.generations[0]
         reservation.abort()
         other.abort()
+
+
+def test_what_the_policy_does_not_find_worth_a_place_is_counted_by_itself_and_not_waited_for() -> None:
+    with HostStore(EXTENT, extent_bytes=EXTENT, policy="cost") as host:
+        space = host.space(SMALL, tenant="anna")
+        assert put(space, 0, 4) == 4
+        space.hint(names(0, 4), wanted=True, retention=Retention(priority=100))
+        began = time.monotonic()
+        assert put(space, 10, 2, wait=30.0) == 0
+        assert time.monotonic() - began < 15.0
+        assert (host.stats.unwanted, host.stats.denied) == (2, 0)
+        with space.match(names(0, 4)):
+            put(space, 10, 3)
+        assert (host.stats.unwanted, host.stats.denied) == (2, 3)
+        told = host.tenants()["anna"]
+        assert (told["unwanted"], told["denied"]) == (2, 3)
 
 
 def test_making_room_never_evicts_what_the_same_reservation_found_present() -> None:

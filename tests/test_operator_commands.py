@@ -132,6 +132,22 @@ def test_policy_is_told_and_changed(server: AdminServer, capsys: Output) -> None
     assert run(server, capsys, "policy") == f"{said['policy']} (of {', '.join(said['policies'])})\n"
     assert run(server, capsys, "policy", said["policy"]) == f"{said['policy']}, as it was\n"
     assert answer(server, capsys, "policy", said["policy"])["config"]["policy"] == said["policy"]
+    weighed = {"policy": "s3fifo", "policy_weights": {"small_share": 0.2}}
+    server.operate("PATCH", "/v1/config", weighed)
+    try:
+        told = server.get("/v1/policy")["weights"]
+        shares = {"least": 0.0, "most": 1.0, "above": True}
+        assert told["small_share"] == {"value": 0.2, "usual": 0.1, **shares}
+        assert told["ghost_share"] == {"value": 0.9, "usual": 0.9, **shares}
+        lines = run(server, capsys, "policy").splitlines()
+        assert lines[1] == "  small_share: 0.2 (usually 0.1; above 0 to 1)"
+        assert lines[3] == "  promote_uses: 2 (usually 2; 1 to 3)"
+        # All of them are given: what is not named is as usual again.
+        server.operate("PATCH", "/v1/config", {"policy_weights": {"ghost_share": 0.5}})
+        told = server.get("/v1/policy")["weights"]
+        assert (told["small_share"]["value"], told["ghost_share"]["value"]) == (0.1, 0.5)
+    finally:
+        server.operate("PUT", "/v1/policy", {"policy": said["policy"]})
     wrong = run(server, capsys, "policy", "nonsense", code=1)
     assert wrong == f"kvpager policy: NAME: must be one of {', '.join(said['policies'])}, got 'nonsense'\n"
 

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvpager.kvstore.policy import BlockFacts, Retention, check_weights, make_policy
+from kvpager.kvstore.cost_policy import CostPolicy
+from kvpager.kvstore.policy import BlockFacts, PolicyMaker, Retention, Weight, check_weights, make_policy
+from kvpager.kvstore.s3fifo_policy import S3FIFOPolicy
 from kvpager.tests.tier_machine import Tier, ids
 from kvpager.tiers.errors import ConfigError, IntegrityError
 
@@ -200,12 +202,55 @@ def test_weights_are_the_policys_own_and_are_looked_at() -> None:
         ({"small_share": 0}, "policy_weights.small_share"),
         ({"small_share": "much"}, "policy_weights.small_share"),
         ({"promote_uses": 4}, "policy_weights.promote_uses"),
+        ({"small_share": 1e308}, "policy_weights.small_share: must be a number of at most 1, "),
         ([0.5], "policy_weights: must be a mapping"),
     ):
         with pytest.raises(ConfigError, match=problem):
             make_policy("s3fifo", 4, weights=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="it has none"):
         make_policy("lru", 4, weights={"small_share": 0.5})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"priority": 0}, {"prior": 0}, {"lindy": 0.0}, {"finish": 0}, {"late": -1}, {"return_trust": 1.5}],
+)
+def test_what_the_cost_policy_divides_by_is_never_zero(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"policy_weights.{next(iter(wrong))}"):
+        make_policy("cost", 4, weights=wrong)
+    with pytest.raises(ConfigError, match="policy_weights"):
+        make_policy("cost", 4, weights=dict.fromkeys(wrong, 1e308))
+
+
+@pytest.mark.parametrize("name", ["cost", "s3fifo"])
+@pytest.mark.parametrize("end", ["least", "most"])
+def test_a_policy_ranks_with_its_weights_at_their_bounds(name: str, end: str) -> None:
+    makers: dict[str, PolicyMaker] = {"cost": CostPolicy, "s3fifo": S3FIFOPolicy}
+    known = makers[name].known_weights
+    for weights in (
+        *({one: _at(weight, end)} for one, weight in known.items()),
+        {one: _at(weight, end) for one, weight in known.items()},
+    ):
+        clock = Clock()
+        tier = Tier(make_policy(name, CAPACITY, clock=clock, weights=weights), CAPACITY, check=False)
+        advice = [
+            Retention(priority=100, about_to_finish=True),
+            Retention(priority=-100),
+            Retention(will_return=0.0),
+            Retention(priority=100, will_return=1e6),
+        ]
+        with np.errstate(all="raise", under="ignore"):
+            for turn in range(32):
+                clock.now += (0.0, 1.0, 1e4)[turn % 3]
+                asked = names_of(turn % 7, 2 + turn % 5, turn % 2)
+                tier.request(asked)
+                tier.policy.retain(ids(tier.held[one] for one in asked if one in tier.held), advice[turn % 4])
+        tier.policy.check_integrity()
+        assert len(tier.policy) == CAPACITY
+
+
+def _at(weight: Weight, end: str) -> float:
+    return weight.least + 1e-9 * weight.above if end == "least" else weight.most
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,15 @@ def test_a_policy_of_another_distribution_is_found_by_its_entry_point(
     assert isinstance(make_policy("lru", 4), LRUPolicy)
     with pytest.raises(ConfigError, match=r"policy: 'gone' leads to kvpager.tests.no_such_module:Backwards"):
         make_policy("gone", 4)
+    for name, leads_to, problem in (
+        ("unweighed", "collections:OrderedDict", "which makes no policies: it must be a class whose"),
+        ("numbers", "kvpager.tests.installed_policy:Unbounded", "`known_weights` map names to a Weight each"),
+    ):
+        install_policy(monkeypatch, tmp_path / name, name, leads_to)
+        with pytest.raises(ConfigError, match=f"policy: '{name}' leads to {leads_to}, .*{problem}"):
+            make_policy(name, 4)
+        with pytest.raises(ConfigError, match=f"policy: '{name}' leads to"):
+            HostStore(1 << 20, policy=name)
     with HostStore(1 << 20, policy="backwards") as host:
         space = host.space(LAYOUT)
         hashes = [bytes([n]) * 16 for n in range(1, 9)]

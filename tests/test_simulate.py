@@ -17,6 +17,7 @@ from kvpager.kvstore.cost import ComputeCost, LinkCost
 from kvpager.kvstore.policy import policy_names
 from kvpager.kvstore.replay import Score
 from kvpager.kvstore.textbook import TEXTBOOK
+from kvpager.tests.installed_policy import install_policy
 
 CHATS = ("--generate", "chats", "--sessions", "60")
 
@@ -49,6 +50,14 @@ def test_every_policy_is_compared_at_every_size(chats: str, capsys: pytest.Captu
         assert one["host_bytes"] == one["blocks"] * 512 * 131072
         assert 0 < one["hit_seconds"] < one["hit_tokens"] < 1
         assert (one["gap_closed"] is None) == (one["kind"] != "policy")
+
+
+def test_a_policy_that_cannot_be_made_is_named_before_anything_is_replayed(
+    chats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_policy(monkeypatch, tmp_path, "unbounded", "kvpager.tests.installed_policy:Unbounded")
+    assert main(["simulate", chats, "--jobs=2"]) == 1
+    assert "'unbounded' leads to kvpager.tests.installed_policy:Unbounded, which" in capsys.readouterr().err
 
 
 def test_several_processes_find_what_one_does(chats: str, capsys: pytest.CaptureFixture[str]) -> None:

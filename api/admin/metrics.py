@@ -200,6 +200,12 @@ class _Collector(Collector):
         yield _counter(
             "written_blocks", "Blocks that engines wrote, or that came up.", [], [([], host["committed"])]
         )
+        yield _counter(
+            "unwanted_blocks",
+            "Blocks that the eviction policy did not find worth a place.",
+            [],
+            [([], host["unwanted"])],
+        )
 
     def _held(self) -> Iterator[Metric]:
         names = "resident", "reserved", "leased", "pinned", "evictable", "dirty", "cleaning"

@@ -672,10 +672,21 @@ class Purged(_Answer):
 # Settings
 
 
+class PolicyWeight(_Answer):
+    """A number of a policy that can be set."""
+
+    value: float = Field(description="what it is now", examples=[0.2])
+    usual: float = Field(description="what it is where nothing is said", examples=[0.1])
+    least: float = Field(description="its lower bound", examples=[0.0])
+    most: float = Field(description="its upper bound", examples=[1.0])
+    above: bool = Field(description="it is greater than `least`", examples=[True])
+
+
 class Policy(_Answer):
     """How blocks are ranked for eviction."""
 
     policy: str = Field(examples=[_POLICY])
+    weights: dict[str, PolicyWeight] = Field(description="the policy's, by name", examples=[{}])
     policies: list[str] = Field(description="those that there are", examples=[policy_names()])
 
 

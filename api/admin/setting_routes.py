@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from http import HTTPStatus
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Header, Response
 from starlette.exceptions import HTTPException
 
-from ...kvstore.policy import policy_names
+from ...kvstore.policy import known_weights, policy_names
 from ...tiers.errors import ConfigError
 from .context import Admin, AdminHere
 from .models import (
@@ -24,6 +25,7 @@ from .models import (
     Drained,
     Policy,
     PolicyChange,
+    PolicyWeight,
 )
 from .problems import documented
 from .status_routes import cold_of
@@ -39,8 +41,13 @@ _IfNoneMatch = Annotated[str | None, Header(description="an ETag: 304 where the 
 
 @router.get("/policy", responses=documented(503))
 async def policy(admin: AdminHere) -> Policy:
-    """How blocks are ranked for eviction."""
-    return Policy(policy=(await _config(admin)).policy, policies=policy_names())
+    """How blocks are ranked for eviction, and by which numbers."""
+    config = await _config(admin)
+    weights = {
+        name: PolicyWeight(value=config.policy_weights.get(name, weight.usual), **asdict(weight))
+        for name, weight in known_weights(config.policy).items()
+    }
+    return Policy(policy=config.policy, weights=weights, policies=policy_names())
 
 
 @router.get(
