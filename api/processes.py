@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -19,6 +20,7 @@ from ..tiers.errors import KVPagerError
 __all__ = ["Interruptions"]
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAFE_PATH: Final = "PYTHONSAFEPATH"
 
 
 class Interruptions:
@@ -66,36 +68,45 @@ class Interruptions:
         """
         return self.run_all_apart(work, [arguments])[0]
 
-    def run_all_apart(self, work: Callable[..., Any], calls: Sequence[tuple[object, ...]]) -> list[Any]:
+    def run_all_apart(
+        self, work: Callable[..., Any], calls: Sequence[tuple[object, ...]], *shared: object
+    ) -> list[Any]:
         """Run `work` in several fresh processes at once, and return what each returns.
 
         Args:
             calls: the arguments of each.
+            shared: what follows them in all processes, and can only be had from birth, as shared memory. Not
+                for data: it is handed over where nothing can interrupt.
 
         Raises:
             KVPagerError: a process ended without a word.
         """
         # Threads that spin while they wait would take the time of the ones that compute, on a shared machine.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        # Its first start lets SIGINT through again, which is not wanted below.
-        resource_tracker.ensure_running()
         with ExitStack() as ending:
             # Where this process is asked to end, the others must not compute on.
-            started = [self._start(work, arguments, ending) for arguments in calls]
-            return [_result(work, receiver, process) for receiver, process in started]
+            with _safe_path():
+                # Its first start lets SIGINT through again, which is not wanted below.
+                resource_tracker.ensure_running()
+                started = [self._start(shared, ending) for _ in calls]
+            for (connection, _), arguments in zip(started, calls, strict=True):
+                _hand_over(connection, work, arguments)
+            return [_result(work, connection, process) for connection, process in started]
 
-    def _start(
-        self, work: Callable[..., Any], arguments: tuple[object, ...], ending: ExitStack
-    ) -> tuple[Connection, SpawnProcess]:
+    def _start(self, shared: tuple[object, ...], ending: ExitStack) -> tuple[Connection, SpawnProcess]:
+        """A process that waits for its work at the other end of the connection.
+
+        The work does not go with its start: that writes to a pipe whose reading end is open here as well, and
+        would wait for ever for a process that is gone.
+        """
         context = multiprocessing.get_context("spawn")
-        receiver, sender = context.Pipe(duplex=False)
-        ending.callback(receiver.close)
-        process = context.Process(target=_send_result, args=(sender, work, arguments), daemon=True)
-        with self.put_off(), _deaf_to_ctrl_c():
+        connection, theirs = context.Pipe()
+        ending.callback(connection.close)
+        process = context.Process(target=_do_work, args=(theirs, *shared), daemon=True)
+        with theirs, self.put_off(), _deaf_to_ctrl_c():
             ending.callback(_end, process)
             process.start()
-        sender.close()
-        return receiver, process
+        return connection, process
 
 
 @contextmanager
@@ -111,10 +122,30 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _result(work: Callable[..., Any], receiver: Connection, process: SpawnProcess) -> Any:
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """A process that is started in here imports nothing from the current folder before it has our path."""
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
     try:
-        result = receiver.recv()
-    except EOFError:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
+
+
+def _hand_over(connection: Connection, work: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+    # Of a process that is gone its result tells.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        connection.send((work, arguments))
+
+
+def _result(work: Callable[..., Any], connection: Connection, process: SpawnProcess) -> Any:
+    try:
+        result = connection.recv()
+    except (EOFError, ConnectionResetError):
         process.join()
         raise KVPagerError(
             f"the process of {work.__name__} ended without a word, exit code {process.exitcode}"
@@ -138,11 +169,15 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _send_result(sender: Connection, work: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+def _do_work(connection: Connection, *shared: object) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        sender.send(work(*arguments))
-    except KVPagerError as error:
-        sender.send(error)
-    finally:
-        sender.close()
+    with connection:
+        try:
+            given = connection.recv_bytes()
+        except (EOFError, OSError):
+            return  # who has the work is gone
+        work, arguments = pickle.loads(given)
+        try:
+            connection.send(work(*arguments, *shared))
+        except KVPagerError as error:
+            connection.send(error)

@@ -105,6 +105,9 @@ def add_parser(commands: Any) -> None:
         type=int,
         help="tokens of a block of TRACE in Mooncake's format (default: 512)",
     )
+    parser.add_argument(
+        "--space", metavar="N", type=int, help="the space to take, of a log of several (default: all)"
+    )
     made = parser.add_argument_group("a trace that is made")
     made.add_argument("--generate", choices=["chats"], help="make one, in place of TRACE")
     made.add_argument("--sessions", metavar="N", type=int, help="chats in it (default: 2000)")
@@ -162,12 +165,17 @@ _SETTINGS: Final = {
     "calibration": "--calibration",
     "model": "--model",
     "block_size": "--block-size",
+    "space": "--space",
     "sessions": "--sessions",
     "seed": "--seed",
 }
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.plot is not None and not options.plot.endswith(".svg"):
+        raise ConfigError(
+            "--plot", f"is drawn as SVG: its name must end with .svg, got {shown(options.plot)}"
+        )
     trace, name = _trace_of(options)
     if options.write is not None:
         write_mooncake(trace, options.write)
@@ -195,13 +203,18 @@ def _run(options: argparse.Namespace) -> int:
 
 def _trace_of(options: argparse.Namespace) -> tuple[Trace, str]:
     """The trace, and what it is called."""
-    if (options.trace is None) == (options.generate is None):
+    if options.trace is None and options.generate is None:
         raise ConfigError("TRACE", "give a file, or --generate chats")
+    if options.trace is not None and options.generate is not None:
+        raise ConfigError("--generate", "makes a trace in place of TRACE, which is given too")
     if options.generate is None:
         for flag, given in (("--sessions", options.sessions), ("--write", options.write)):
             if given is not None:
                 raise ConfigError(flag, "is for a trace that is made, and TRACE names a file")
-        return read_trace(options.trace, block_size=options.block_size), Path(options.trace).name
+        trace = read_trace(options.trace, block_size=options.block_size, space=options.space)
+        return trace, Path(options.trace).name
+    if options.space is not None:
+        raise ConfigError("--space", "is of a log that kvpager serve --trace wrote, and TRACE names none")
     asked = {"sessions": options.sessions, "block_size": options.block_size}
     traffic = ChatTraffic(**{name: value for name, value in asked.items() if value is not None})
     return chat_trace(traffic, options.seed), f"{traffic.sessions:,} chats, seed {options.seed}"
@@ -336,10 +349,17 @@ def _rounded(number: float) -> int:
 
 
 def _described(trace: Trace) -> str:
+    minutes = trace.seconds / 60
+    time = _counted(round(minutes), "minute") if minutes >= 2 else _counted(round(trace.seconds), "second")
     return (
-        f"{int(np.count_nonzero(trace.asked)):,} requests in {trace.seconds / 60:,.0f} minutes, "
-        f"{trace.references:,} blocks of {trace.block_size} tokens, {trace.distinct:,} different ones"
+        f"{_counted(int(np.count_nonzero(trace.asked)), 'request')} in {time}, "
+        f"{_counted(trace.references, 'block')} of {_counted(trace.block_size, 'token')}, "
+        f"{_counted(trace.distinct, 'different one')}"
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _show_progress(share: float) -> None:

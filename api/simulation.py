@@ -107,12 +107,12 @@ def simulate(plan: Plan, jobs: int, tell: Callable[[float], None] | None = None)
     if len(shares) == 1:
         here = [0.0]
         with _Watching(here, events, tell):
-            found = [_replay_share(plan, shares[0], here, 0)]
+            found = [_replay_share(plan, shares[0], 0, here)]
     else:
         progress = multiprocessing.get_context("spawn").RawArray("d", len(shares))
         with Interruptions() as interruptions, _Watching(progress, events, tell):
-            calls = [(plan, share, progress, number) for number, share in enumerate(shares)]
-            found = interruptions.run_all_apart(_replay_share, calls)
+            calls = [(plan, share, number) for number, share in enumerate(shares)]
+            found = interruptions.run_all_apart(_replay_share, calls, progress)
     outcomes = {
         at: outcome
         for share, done in zip(shares, found, strict=True)
@@ -174,12 +174,12 @@ def _shares(plan: Plan, jobs: int) -> list[list[int]]:
     return [order[first::jobs] for first in range(jobs)]
 
 
-def _replay_share(plan: Plan, share: Sequence[int], progress: Any, number: int) -> list[Outcome]:
+def _replay_share(plan: Plan, share: Sequence[int], number: int, progress: Any) -> list[Outcome]:
     """Replay some cases. In a process of its own.
 
     Args:
+        number: which of `progress` this process counts in.
         progress: how many events each process has done, float64 [processes], shared.
-        number: which of them this process counts in.
     """
     cases = plan.cases
     events = len(plan.trace)

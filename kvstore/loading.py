@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..tiers.cold import ColdTier
@@ -45,6 +45,7 @@ class ColdLoad:
         into: the space.
         hashes: names of blocks that follow each other; what is resident of them is leased at once.
         start: where in its chain the first one is; None: that is not known.
+        ended: is called once no more is to be had, with how many leading blocks were resident or arrived.
 
     Attributes:
         loaded: blocks that have arrived so far.
@@ -52,17 +53,25 @@ class ColdLoad:
         missing: the blocks that were not resident at the beginning.
     """
 
-    def __init__(self, into: LoadTarget, hashes: Sequence[bytes], start: ChainPlace | None) -> None:
+    def __init__(
+        self,
+        into: LoadTarget,
+        hashes: Sequence[bytes],
+        start: ChainPlace | None,
+        ended: Callable[[int], None] | None = None,
+    ) -> None:
         self.loaded = 0
         self.seconds = 0.0
         self._stopped = False
         self._into = into
+        self._ended = ended
         self._error: Exception | None = None
         self._finished = threading.Event()
         self._leases: list[Lease] | None = []
         self._lock = threading.Lock()
         resident = self._lease(hashes)
         self.missing = list(hashes[resident:])
+        self._found = resident
         self._start = None if start is None else start.after(hashes[:resident])
 
     def done(self) -> bool:
@@ -116,6 +125,8 @@ class ColdLoad:
 
     def finish(self) -> None:
         """No more is to be had."""
+        if self._ended is not None:
+            self._ended(self._found)
         self._finished.set()
 
     def _run(self, cold: ColdTier, deadline: float) -> None:
@@ -128,6 +139,7 @@ class ColdLoad:
             self._into.wait_for_writers(missing[:asked], until)
             # What came first must not make room for what comes last.
             resident = self._lease(missing)
+            self._found += resident
             if resident < max(1, asked):
                 return
             start = None if start is None else start.after(missing[:resident])

@@ -690,7 +690,11 @@ class HostSpace(SlotSpace):
         """
         shared = self._shared
         hashes = expect_byte_strings("hashes", hashes, HASH_BYTES)
-        load = ColdLoad(self, hashes, expect_place(start, len(hashes)))
+        start = expect_place(start, len(hashes))
+        ended = None
+        if (trace := shared.trace) is not None:
+            ended = partial(trace.loaded, self.id, self.layout, hashes, start=start, began=time.monotonic())
+        load = ColdLoad(self, hashes, start, ended)
         with shared.lock():
             shared.check_open()
             if load.missing and shared.cold.tier is not None:

@@ -6,10 +6,12 @@ describes each space before its first event; then come the events, ``t`` seconds
     {"kvpager_trace": 1, "started": 1764547200.0}
     {"space": 0, "block_size": 16, "block_bytes": 2097152}
     {"t": 0.5, "space": 0, "match": "5f0c9a...", "found": 2, "depth": 1}
+    {"t": 0.6, "space": 0, "load": "5f0c9a...", "found": 2, "depth": 1}
     {"t": 0.9, "space": 0, "put": "17e1b0...", "depth": 3, "parent": "5f0c9a..."}
 
-``match`` and ``put`` are names of blocks that follow each other, 16 hex digits each; ``found`` is how many
-leading ones were there, ``depth`` the 1-based place of the first one in its chain (0: not known),
+``match``, ``load`` and ``put`` are names of blocks that follow each other, 16 hex digits each; ``found`` is
+how many leading ones were there, of a load with what came up from the cold tier: it is told when it ends, and
+``t`` is when it began. ``depth`` is the 1-based place of the first one in its chain (0: not known),
 ``parent`` the name before it. ``{"t": ..., "lost": n}`` says that n events are missing there, ``{"t": ...,
 "full": bytes}`` that nothing follows.
 
@@ -59,9 +61,10 @@ _IDLE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, eq=False)
-class _Match:
-    """A look-up: the blocks in order, how many were there, where they begin."""
+class _LookUp:
+    """Its kind, "match" or "load"; the blocks in order, how many were there, where they begin."""
 
+    kind: str
     at: float
     space: bytes
     layout: KVLayout
@@ -108,7 +111,7 @@ class TraceLog:
         self._lost = 0
         self._blocks_waiting = 0
         self._counting = threading.Lock()
-        self._waiting: queue.SimpleQueue[_Match | _Put | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_LookUp | _Put | None] = queue.SimpleQueue()
         self._write({LOG_KEY: LOG_VERSION, "started": time.time()})
         self._thread = threading.Thread(target=self._run, name="kvpager-trace", daemon=True)
         self._thread.start()
@@ -136,7 +139,25 @@ class TraceLog:
             start: where in their chain they begin; None: that is not known.
         """
         if hashes and not self._ended:
-            self._hand_over(_Match(time.monotonic(), space, layout, hashes, found, start))
+            self._hand_over(_LookUp("match", time.monotonic(), space, layout, hashes, found, start))
+
+    def loaded(
+        self,
+        space: bytes,
+        layout: KVLayout,
+        hashes: Sequence[bytes],
+        found: int,
+        start: ChainPlace | None,
+        began: float,
+    ) -> None:
+        """A load ended: `found` leading blocks were there, or came up.
+
+        Args:
+            space, layout, hashes, found, start: as of `matched`.
+            began: when it did, by `time.monotonic`.
+        """
+        if hashes and not self._ended:
+            self._hand_over(_LookUp("load", began, space, layout, hashes, found, start))
 
     def put(
         self,
@@ -162,7 +183,7 @@ class TraceLog:
             self._waiting.put(None)
             self._thread.join()
 
-    def _hand_over(self, event: _Match | _Put) -> None:
+    def _hand_over(self, event: _LookUp | _Put) -> None:
         count = len(event.hashes)
         with self._counting:
             if self._blocks_waiting and self._blocks_waiting + count > _MOST_WAITING:
@@ -183,8 +204,8 @@ class TraceLog:
             if event is None:
                 break
             self._tell_lost(event.at)
-            if isinstance(event, _Match):
-                self._write_match(event)
+            if isinstance(event, _LookUp):
+                self._write_look_up(event)
             else:
                 self._write_put(event)
             with self._counting:
@@ -201,13 +222,13 @@ class TraceLog:
         if lost:
             self._write({"t": self._since(at), "lost": lost})
 
-    def _write_match(self, event: _Match) -> None:
+    def _write_look_up(self, event: _LookUp) -> None:
         place = event.start
         number = self._number(event.space, event.layout)
         line: dict[str, Any] = {
             "t": self._since(event.at),
             "space": number,
-            "match": self._names(number, shortened(event.hashes)),
+            event.kind: self._names(number, shortened(event.hashes)),
             "found": event.found,
             "depth": 0 if place is None else place.depth,
         }

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from kvpager.api import processes
 from kvpager.api.processes import Interruptions
 from kvpager.tests.process_tree import await_child, is_there
 from kvpager.tiers.errors import ConfigError, KVPagerError
@@ -41,6 +43,43 @@ def test_a_process_that_ends_without_a_word_is_told() -> None:
         pytest.raises(KVPagerError, match="the process of _exit ended without a word, exit code 7"),
     ):
         interruptions.run_apart(os._exit, 7)
+
+
+def test_a_process_that_is_gone_before_it_has_its_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_do_work", os._exit)
+    with (
+        Interruptions() as interruptions,
+        pytest.raises(KVPagerError, match="the process of len ended without a word, exit code 1"),
+    ):
+        # More than a pipe holds. A connection is no exit code, so the process complains and ends.
+        interruptions.run_all_apart(len, [("x" * 4_000_000,), ("y" * 4_000_000,)])
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path: Path) -> None:
+    # What a process imports before it has its parent's path, and after.
+    for module in ("pickle", "re", "numpy"):
+        (tmp_path / f"{module}.py").write_text("import nothing_of_the_kind")
+    # As a command is that lies in another folder, whose path alone it has.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "command.py").write_text(
+        "import sys\nfrom kvpager.api.cli import main\n"
+        "if __name__ == '__main__':\n    sys.exit(main(sys.argv[1:]))\n"
+    )
+    unsafe = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    simulate = [
+        *("simulate", "--generate", "chats", "--sessions", "300", "--jobs", "2"),
+        *("--policy", "lru", "--beside", "LRU", "--blocks", "9"),
+    ]
+    done = subprocess.run(
+        [sys.executable, tmp_path / "bin" / "command.py", *simulate],
+        cwd=tmp_path,
+        env=unsafe,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "host memory: 9 blocks" in done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

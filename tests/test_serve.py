@@ -238,8 +238,9 @@ def test_it_stops_when_the_process_that_it_serves_for_is_killed(started: list[Se
     assert f"--with-process: process {master.pid} cannot be watched: No such process" in errors
 
 
+@pytest.mark.parametrize("loads", [False, True])
 def test_what_it_is_asked_for_is_written_down_and_can_be_simulated(
-    started: list[Serve], path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    started: list[Serve], path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], loads: bool
 ) -> None:
     trace = tmp_path / "trace.jsonl.gz"
     asked = tuple(bytes([number]) * 16 for number in (1, 2, 3))
@@ -247,7 +248,7 @@ def test_what_it_is_asked_for_is_written_down_and_can_be_simulated(
     with started[-1].connect() as client:
         client.open()
         for _ in range(2):
-            client.call(Match(0, asked, 0.0), Leased)
+            client.call(Load(0, asked, 0.0, depth=1) if loads else Match(0, asked, 0.0), Leased)
             client.call(Put(0, asked, bytes(3 * SIZE), 5.0))
     assert started[-1].stop()[0] == 0
     capsys.readouterr()

@@ -157,6 +157,36 @@ def test_people_are_shown_a_table(chats: str, capsys: pytest.CaptureFixture[str]
     assert all(row[1].endswith("%") and row[2].endswith("%") and row[3].endswith("%") for row in rows)
 
 
+def test_one_of_a_thing_is_told_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    common = ("--policy", "lru", "--beside", "none", "--jobs", "1", "--blocks", "1")
+    for times, told in (
+        ((0,), "1 request in 0 seconds, 1 block of 512 tokens, 1 different one\n"),
+        ((0, 119_000), "2 requests in 119 seconds, 2 blocks of 512 tokens, 1 different one\n"),
+        ((0, 3_600_000), "2 requests in 60 minutes, 2 blocks of 512 tokens, 1 different one\n"),
+    ):
+        requests = ({"timestamp": time, "input_length": 512, "hash_ids": [7]} for time in times)
+        path.write_text("".join(json.dumps(request) + "\n" for request in requests))
+        capsys.readouterr()
+        assert main(["simulate", str(path), *common]) == 0
+        assert capsys.readouterr().out.startswith(f"trace.jsonl: {told}")
+
+
+def test_a_log_of_several_block_sizes_is_simulated_one_space_at_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[dict[str, Any]] = [{"kvpager_trace": 1, "started": 0.0}]
+    lines += [{"space": n, "block_size": 16 << n, "block_bytes": 4096 << n} for n in (0, 1)]
+    lines += [{"t": 0.0, "space": n, "match": 16 * str(n), "found": 0, "depth": 1} for n in (0, 1, 1)]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = (str(path), "--policy", "lru", "--beside", "none", "--jobs", "1", "--blocks", "1")
+    assert main(["simulate", *common]) == 1
+    assert capsys.readouterr().err.startswith("kvpager simulate: --space: is to be said, as blocks of diff")
+    answer = answered(capsys, *common, "--space", "1")
+    assert (answer["trace"]["block_size"], answer["trace"]["requests"]) == (32, 2)
+
+
 def test_the_plot_has_every_policy(tmp_path: Path, chats: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "hits.svg"
     answer = answered(
@@ -193,7 +223,14 @@ def test_the_share_of_a_gap_that_is_closed() -> None:
     ("arguments", "said"),
     [
         ([], "TRACE: give a file, or --generate chats"),
-        (["x", "--generate", "chats"], "TRACE: give a file, or --generate chats"),
+        (["x", "--generate", "chats"], "--generate: makes a trace in place of TRACE, which is given too"),
+        (["--generate", "chats", "--space", "0"], "--space: is of a log that kvpager serve --trace wrote"),
+        (["{chats}", "--space", "0"], "--space: is of a log that kvpager serve --trace wrote"),
+        (["{chats}", "--space", "-1"], "--space: must be an integer of at least 0, got -1"),
+        (
+            ["{chats}", "--plot", "x.png"],
+            "--plot: is drawn as SVG: its name must end with .svg, got 'x.png'",
+        ),
         (["/none/x"], "TRACE: /none/x cannot be read: No such file or directory"),
         (["{chats}", "--sessions", "3"], "--sessions: is for a trace that is made, and TRACE names a file"),
         (["{chats}", "--block-size", "16"], "TRACE: {chats}, line 1: hash_ids names "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,11 +78,17 @@ def test_numbers_become_names_that_are_all_different() -> None:
     ("line", "problem"),
     [
         ("{", "is no JSON: "),
+        ("[" * 100_000, "is nested too deep"),
         ("[1]", r"must be a JSON object, got \[1\]"),
         ({**REQUEST, "timestamp": "now"}, "timestamp must be a number, got 'now'"),
         ({**REQUEST, "timestamp": True}, "timestamp must be a number, got True"),
+        ({**REQUEST, "timestamp": 10**400}, "timestamp must be a number, got an integer of 1329 bits"),
         ({**REQUEST, "input_length": -1}, "input_length must be an integer from 0 to 2147483647, got -1"),
-        ({"timestamp": 0, "input_length": 9}, "hash_ids must be a list of integers from 0, got None"),
+        ({"timestamp": 0, "input_length": 9}, "hash_ids must be a list of integers from 0 to "),
+        (
+            {**REQUEST, "hash_ids": [1, 2, 1 << 63]},
+            r"hash_ids must be a list of integers from 0 to 2\^63 - 1",
+        ),
         ({**REQUEST, "hash_ids": [1, 2.5]}, "hash_ids must be a list of integers"),
         ({**REQUEST, "hash_ids": [1, 2, 1]}, "hash_ids names a block twice"),
         (
@@ -149,12 +156,72 @@ def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
         read_trace(written(tmp_path, {"kvpager_trace": 2}))
 
 
-def test_a_log_with_blocks_of_several_sizes_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, HEAD, SPACE, {**SPACE, "space": 1, "block_bytes": 8192})
-    with pytest.raises(ConfigError, match="blocks of different sizes"):
+def test_a_log_with_blocks_of_several_sizes_is_read_one_space_at_a_time(tmp_path: Path) -> None:
+    other = {"space": 3, "block_size": 32, "block_bytes": 8192}
+    looked_up = [{"t": at, "space": at, "match": name(at + 1), "found": 0, "depth": 1} for at in (0, 3)]
+    path = written(tmp_path, HEAD, SPACE, other, *looked_up)
+    spaces = r"has 0 \(blocks of 16 tokens, 4.0 KiB\), 3 \(blocks of 32 tokens, 8.0 KiB\)"
+    with pytest.raises(ConfigError, match=f"^space: is to be said, as blocks of different sizes .* {spaces}"):
         read_trace(path)
+    with pytest.raises(ConfigError, match=f"^space: must be one of the log's, got 1: .* {spaces}"):
+        read_trace(path, space=1)
+    for space, size, nbytes in ((0, 16, 4096), (3, 32, 8192)):
+        trace = read_trace(path, space=space)
+        assert (trace.block_size, trace.block_bytes, trace.tokens.tolist()) == (size, nbytes, [size])
+        assert trace.names.tolist() == [space + 1]
     with pytest.raises(ConfigError, match=r"block_size: .* says itself"):
-        read_trace(written(tmp_path, HEAD), block_size=16)
+        read_trace(path, block_size=16)
+    with pytest.raises(ConfigError, match="space: is of a log that kvpager serve --trace wrote"):
+        read_trace(written(tmp_path, REQUEST), space=0)
+
+
+def looked_up(kind: str, at: float, numbers: Sequence[int], found: int, depth: int = 1) -> dict[str, object]:
+    return {"t": at, "space": 0, kind: "".join(map(name, numbers)), "found": found, "depth": depth}
+
+
+@pytest.mark.parametrize(
+    ("lines", "asked", "filled"),
+    [
+        # An engine loads what its match did not find, named from the prompt's beginning or from there on.
+        ([looked_up("match", 1, (1, 2, 3, 4), 1), looked_up("load", 2, (1, 2, 3), 3)], [4], [3]),
+        ([looked_up("match", 1, (1, 2, 3, 4), 1), looked_up("load", 2, (2, 3, 4, 5), 2, 2)], [5], [3]),
+        # Or matches what was loaded ahead.
+        ([looked_up("load", 1, (1, 2, 3), 2, 0), looked_up("match", 2, (1, 2, 3, 4), 2)], [4], [2]),
+        # Other requests for the same blocks are others.
+        ([looked_up("load", 1, (1, 2), 1), looked_up("load", 2, (1, 2), 1)], [2, 2], [1, 1]),
+        ([looked_up("match", 1, (1, 2), 1), looked_up("load", 99, (1, 2), 1)], [2, 2], [1, 1]),
+        ([looked_up("match", 1, (1, 2), 2), looked_up("load", 2, (1, 2), 2)], [2, 2], [2, 2]),
+        ([looked_up("match", 1, (1, 2), 1), looked_up("load", 2, (1, 3), 1)], [2, 2], [1, 1]),
+        (
+            [
+                looked_up("match", 1, (1, 2), 0),
+                {"t": 2.0, "space": 0, "put": name(1) + name(2), "depth": 1},
+                looked_up("load", 3, (1, 2), 2),
+            ],
+            [2, 2],
+            [2, 2],
+        ),
+    ],
+)
+def test_a_match_and_a_load_of_one_request_are_one_look_up(
+    tmp_path: Path, lines: list[object], asked: list[int], filled: list[int]
+) -> None:
+    trace = read_trace(written(tmp_path, HEAD, SPACE, *lines))
+    assert trace.asked.tolist() == asked
+    assert trace.filled.tolist() == filled
+    assert trace.tokens.tolist() == [16 * count for count in asked]
+    assert trace.depths.tolist()[:2] == [1, 2]
+
+
+def test_what_is_put_after_a_load_belongs_to_its_look_up(tmp_path: Path) -> None:
+    lines = [
+        looked_up("match", 1, (1, 2, 3), 0),
+        looked_up("load", 2, (1, 2, 3), 2),
+        {"t": 3.0, "space": 0, "put": name(3) + name(4), "depth": 0},
+    ]
+    trace = read_trace(written(tmp_path, HEAD, SPACE, *lines))
+    assert trace.asked.tolist() == [3, 0]
+    assert trace.filled.tolist() == [3, 1]
 
 
 def test_a_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,6 +231,14 @@ def test_a_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path, caplog: pyte
         (tmp_path / name).write_bytes(part)
         assert 500 < len(read_trace(tmp_path / name)) < 1500
         assert f"{tmp_path / name} is cut off " in caplog.text
+
+
+def test_a_zipped_file_that_is_damaged_is_told(tmp_path: Path) -> None:
+    zipped = bytearray(gzip.compress(b"".join(json.dumps(REQUEST).encode() + b"\n" for _ in range(2000))))
+    zipped[20:60] = b"\xff" * 40
+    (tmp_path / "damaged").write_bytes(zipped)
+    with pytest.raises(ConfigError, match=r"^trace: .*damaged is damaged after line 0: "):
+        read_trace(tmp_path / "damaged")
 
 
 def test_files_that_cannot_be_read_or_written_are_told(tmp_path: Path) -> None:

@@ -84,6 +84,38 @@ def test_what_comes_up_from_the_cold_tier_is_not_told_as_put(tmp_path: Path) -> 
     assert sum("put" in line for line in lines(path)) == 2
 
 
+def test_loads_are_told_as_look_ups_with_their_places(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with store(path, cold=DiskColdTier(tmp_path / "cold", capacity_bytes=1 << 20)) as host:
+        space = host.space(BLOCK)
+        space.put(NAMES[:3], np.zeros((3, BLOCK.block_bytes), np.uint8))
+        host.flush()
+        space.evict(2)
+        space.load(NAMES[:4], deadline=5.0).release()
+        space.load(NAMES[1:2], deadline=5.0, start=ChainPlace(NAMES[0], 2)).release()
+        space.load(NAMES[2:3], deadline=5.0, start=None).release()
+        space.hint(NAMES[5:7], wanted=True)
+    loads = [line for line in lines(path) if "load" in line]
+    names = [loads[0]["load"][at : at + 16] for at in range(0, 64, 16)]
+    assert [(one["found"], one["depth"], one.get("parent")) for one in loads] == [
+        (3, 1, None),
+        (1, 2, names[0]),
+        (1, 0, None),
+    ]
+    assert [one["load"] for one in loads[1:]] == names[1:3]
+    # What was put without a place has the one that loads told.
+    trace = read_trace(path)
+    assert (trace.references, trace.asked.tolist()) == (6, [0, 0, 0, 4, 1, 1])
+    assert sorted(trace.depths.tolist()) == [1, 2, 3, 4]
+
+
+def test_a_load_that_nothing_can_come_of_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with store(path) as host:
+        host.space(BLOCK).load(NAMES[:2], deadline=5.0).release()
+    assert [line["found"] for line in lines(path) if "load" in line] == [0]
+
+
 def test_names_are_none_of_the_store_and_others_in_each_log(tmp_path: Path) -> None:
     told = []
     for number in range(2):
