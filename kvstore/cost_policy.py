@@ -391,10 +391,12 @@ class CostPolicy:
             self._settle()
             self._runs.hold(ids.astype(np.intp))
 
-    def forget(self, ids: Ids) -> None:
+    def forget(self, ids: Ids, *, chosen: bool = False) -> None:
         if len(ids) == 0:
             return
         self._settle()
+        if not chosen:
+            self._victims.changed()
         at = ids.astype(np.intp)
         self._let_go(Going(at, stretches(self._runs.standing[at])))
 

@@ -87,7 +87,8 @@ class LRUPolicy:
         self._count -= int(np.count_nonzero(self._place[at]))
         self._place[at] = 0
 
-    forget = remove
+    def forget(self, ids: Ids, *, chosen: bool = False) -> None:
+        self.remove(ids)
 
     def demote(self, ids: Ids) -> int:
         ids = ids[self._place[ids] > 0]

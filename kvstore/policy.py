@@ -175,9 +175,15 @@ class EvictionPolicy(Protocol):
         """These are in use again. Ids that are not ranked are passed over."""
         ...
 
-    def forget(self, ids: Ids) -> None:
-        """Their blocks are gone from this tier: purged, aborted, with their extent, or since the tier chose
-        them among the coldest. They are not ranked any more, if they were."""
+    def forget(self, ids: Ids, *, chosen: bool = False) -> None:
+        """Their blocks are gone from this tier: purged, aborted, or with their extent. They are not ranked any
+        more, if they were.
+
+        Args:
+            ids: theirs.
+            chosen: they went since the tier chose them among the coldest, which it looked at last; `evict`
+                where it does not want them all.
+        """
         ...
 
     def wanted(self, facts: BlockFacts, room: int) -> npt.NDArray[np.bool_]:

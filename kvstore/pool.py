@@ -127,7 +127,7 @@ class BlockPool:
 
     def evict(self, victims: Ids) -> None:
         """Free cached blocks, none of them moving."""
-        self._policy.forget(victims)
+        self._policy.forget(victims, chosen=True)
         gone = self.hashes_of(victims)
         for name in gone:
             del self.index[name]

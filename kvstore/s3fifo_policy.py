@@ -181,10 +181,10 @@ class S3FIFOPolicy:
         self._go_next(ids)
         return len(ids)
 
-    def forget(self, ids: Ids) -> None:
+    def forget(self, ids: Ids, *, chosen: bool = False) -> None:
         turns, self._turns = self._turns, None
         if len(ids):
-            self._leave(ids, turns if turns is not None and turns.were_for(ids) else None)
+            self._leave(ids, turns if chosen and turns is not None and turns.were_for(ids) else None)
 
     def _leave(self, ids: Ids, turns: _Turns | None, let_go: list[Followed] | None = None) -> None:
         """These are not here any more.

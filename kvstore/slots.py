@@ -502,7 +502,7 @@ class SlotRecords:
         else:
             return self._forget(self._policy.evict(count))
         victims = candidates[may_go][:count]
-        self._policy.forget(victims)
+        self._policy.forget(victims, chosen=True)
         return self._forget(victims)
 
     def idle(self, slots: Ids, generations: Generations, until: int) -> Ids:

@@ -45,7 +45,7 @@ class Backwards:
     def retain(self, ids: Ids, retention: Retention) -> None:
         self._expect_here(ids)
 
-    def forget(self, ids: Ids) -> None:
+    def forget(self, ids: Ids, *, chosen: bool = False) -> None:
         self._expect_here(ids)
         self.remove(ids)
         self._here -= set(ids.tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvpager.kvstore.cost_policy import CostPolicy
 from kvpager.kvstore.policy import BlockFacts, PolicyMaker, Retention, Weight, check_weights, make_policy
@@ -72,6 +72,16 @@ def play(name: str, acts: list[tuple[str, list[int]]], *, check: bool = True) ->
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(acts=st.lists(act, max_size=50))
+@example(  # what is purged after a look at all that may go was no victim of it
+    acts=[
+        ("request", [1, 2]),
+        ("purge", [1]),
+        ("request", [1, 2]),
+        ("request", names_of(1, 12)),
+        ("request", names_of(2, 12)),
+        ("request", names_of(3, 12)),
+    ]
+)
 @settings(max_examples=80, deadline=None)
 def test_nothing_in_use_goes_leaves_go_before_roots_and_the_books_agree(
     name: str, acts: list[tuple[str, list[int]]]
