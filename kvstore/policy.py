@@ -176,8 +176,9 @@ class EvictionPolicy(Protocol):
         ...
 
     def forget(self, ids: Ids, *, chosen: bool = False) -> None:
-        """Their blocks are gone from this tier: purged, aborted, or with their extent. They are not ranked any
-        more, if they were.
+        """Their blocks are gone from this tier: purged, aborted, or with their extent.
+
+        They are not ranked any more, if they were.
 
         Args:
             ids: theirs.
