@@ -137,7 +137,7 @@ def test_prompts_alone_and_in_a_batch_give_the_tokens_of_transformers(
 def test_prefixes_from_every_tier_give_the_same_tokens(
     make_llm: Callable[..., LLM], prompts: list[list[int]], truth: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30), gate=False)
     answers = llm.generate(prompts, GREEDY)
     assert [answer.token_ids for answer in answers] == truth
     known = [prompt + list(answer) for prompt, answer in zip(prompts, truth, strict=True)]
@@ -227,12 +227,12 @@ def test_a_restarted_engine_goes_on_from_the_cold_tier(
 ) -> None:
     names = [f"chat-{number}" for number in range(len(prompts))]
     half = SamplingParams(max_tokens=TOKENS // 2, temperature=0.0, ignore_eos=True)
-    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30))
+    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30), gate=False)
     first = llm.generate(prompts, half, sessions=names)
     llm.close(drain=30.0)
 
     # All of it is wanted from the cold tier, however slow the machine is at the moment.
-    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30), load_seconds=60.0)
+    llm = make_llm(cold=DiskColdTier(tmp_path, capacity_bytes=1 << 30), gate=False, load_seconds=60.0)
     talks = [prompt + list(answer.token_ids) for prompt, answer in zip(prompts, first, strict=True)]
     saved = llm.session_tokens("chat-3")
     assert saved is not None

@@ -40,6 +40,7 @@ for asked in json.loads(sys.argv[1]):
         device_blocks=64,
         host_bytes=4 << 20,
         cold=cold,
+        gate=False,  # whether it pays is another question
     )
     params = SamplingParams(max_tokens=asked["count"], temperature=0.0, ignore_eos=True)
     known = llm.session_tokens("chat")
