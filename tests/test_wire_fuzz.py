@@ -48,6 +48,7 @@ from kvpager.api.messages import (
     PutNote,
     Reassert,
     Release,
+    Report,
     Reserve,
     Stats,
     Subscribe,
@@ -321,6 +322,8 @@ def likely(kind: type[Message], seen: dict[str, Generations]) -> st.SearchStrate
         of_names["tenant"] = st.sampled_from(["anna", "é" * 300])
     if kind is Drain:
         of_names["on"] = st.just(False)
+    if kind is Report:  # its space is a name, its counts are by name
+        of_names = {}
     return st.builds(
         kind,
         **{
