@@ -6,15 +6,14 @@ The file is ``kvpager/bench.json`` in ``$XDG_STATE_HOME`` or ``~/.local/state``.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from ..tiers.errors import ConfigError, KVPagerError
+from ..kvstore.calibration import put_in_place
+from ..tiers.errors import ConfigError
 
 __all__ = ["Measurement", "Measurements", "Unit", "keep", "kept", "measurements_path"]
 
@@ -98,13 +97,7 @@ def keep(measurements: Measurements, path: Path) -> None:
     Raises:
         KVPagerError: they cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix="bench-", delete=False) as file:
-            file.write(measurements.as_json())
-        os.replace(file.name, path)
-    except OSError as error:
-        raise KVPagerError(f"{path} cannot be written: {error.strerror}") from error
+    put_in_place(path, measurements.as_json())
 
 
 def kept(path: Path) -> Measurements | None:

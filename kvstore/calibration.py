@@ -29,6 +29,7 @@ __all__ = [
     "calibration_path",
     "expect_writable",
     "known_calibration",
+    "put_in_place",
     "read_calibration",
 ]
 
@@ -144,18 +145,27 @@ class Calibration:
         Raises:
             KVPagerError: it cannot be written.
         """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-                try:
-                    file.write(self.as_json())
-                    file.flush()
-                    os.replace(file.name, path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
-        except OSError as error:
-            raise KVPagerError(f"{path} cannot be written: {error.strerror}") from error
+        put_in_place(path, self.as_json())
+
+
+def put_in_place(path: Path, text: str) -> None:
+    """Keep a text in place of what a file has, whole or not at all.
+
+    Raises:
+        KVPagerError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            try:
+                file.write(text)
+                file.flush()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise KVPagerError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def expect_writable(path: Path) -> None:
