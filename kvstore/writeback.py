@@ -61,6 +61,7 @@ class WriteBack:
         self._queue: list[tuple[Ids, npt.NDArray[np.int64]]] = []
         self._queued = 0
         self._retry_at = 0.0
+        self._waits_again_at = 0.0
         self._due_at = 0.0
         self._writes: deque[_Write] = deque()
 
@@ -112,7 +113,7 @@ class WriteBack:
         asked = blocks[np.sort(np.unique(blocks, return_index=True)[1])]
         if not len(asked):
             return
-        if time.monotonic() < self._retry_at:
+        if time.monotonic() < self._waits_again_at:
             wait = 0.0
         reservation = self._host.reserve_named(
             pool.hashes_of(asked), wait=wait, lineage=pool.lineage_of(asked)
@@ -142,8 +143,12 @@ class WriteBack:
             self._queue.append((again, pool.generations[again]))
             self._due_at = time.monotonic() + _RETRY_SECONDS
         if denied.any():
-            # Who waited in vain does not wait again before long: it may be a step of an engine that waits.
-            self._retry_at = time.monotonic() + max(_RETRY_SECONDS, 4 * wait)
+            now = time.monotonic()
+            self._retry_at = now + max(_RETRY_SECONDS, 4 * wait)
+            if wait > 0:
+                # Who waited in vain does not wait again before long: it may be a step of an engine that
+                # waits. A batch of `poll` that was denied is no reason: the memory may just be coming.
+                self._waits_again_at = self._retry_at
 
     def flush(self, *, wait: float = 0.0) -> None:
         """Copy everything queued and wait until it is done.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,10 +28,12 @@ from kvpager.tiers.errors import (
     ConfigError,
     IntegrityError,
     KernelError,
+    MemoryUnavailableError,
     RecordError,
 )
 from kvpager.tiers.layout import KVLayout
 from kvpager.tiers.mover import HostMover, MoverStats
+from kvpager.tiers.pinned import PinnedArena
 
 SIZE = 4
 LAYOUT = KVLayout(1, 1, 32, block_size=SIZE, dtype="float32")
@@ -662,6 +665,34 @@ def test_a_step_waits_once_for_room_that_does_not_come(tmp_path: Path) -> None:
             one.store.poll()
         assert time.monotonic() - began < 1.5
         assert one.store.stats.dropped > 0
+
+
+def test_a_flush_waits_for_room_that_is_coming_though_a_batch_was_denied_just_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The arena is slow to come, and a batch in the background finds none of it."""
+    denied = threading.Event()
+    allocate = PinnedArena._try_allocate
+
+    def allocate_late(arena: PinnedArena, extent: int) -> MemoryUnavailableError | None:
+        assert denied.wait(30.0)
+        return allocate(arena, extent)
+
+    monkeypatch.setattr(PinnedArena, "_try_allocate", allocate_late)
+    try:
+        with HostStore(4 * EXTENT, extent_bytes=EXTENT) as host:
+            store = TieredStore(LAYOUT, 8, root=ROOT, host=host)
+            opened = store.open(PROMPT)
+            store.reserve(np.array([opened.row]), len(PROMPT))
+            store.advance(opened.row, PROMPT)
+            store.sleep(opened.row)
+            assert host.stats.denied > 0
+            threading.Timer(0.1, denied.set).start()
+            store.flush()
+            assert store.stats.written_back == store.stats.published == 4
+            store.close()
+    finally:
+        denied.set()
 
 
 @pytest.mark.parametrize("outcome", ["abort", "commit"])
