@@ -548,23 +548,27 @@ class PrefixMoved(_Answer):
     )
 
 
+_RESTRICTIONS: Final[list[Any]] = [
+    {"required": [name], "properties": {name: said}}
+    for name, said in (
+        ("tenant", {"type": "string"}),
+        ("spaces", {"minItems": 1}),
+        ("prefixes", {"minItems": 1}),
+        ("older_than_seconds", {"type": "number"}),
+        ("most_bytes", {"type": "integer"}),
+        ("everything", {"const": True}),
+    )
+]
+"""What a request to evict says at least, one of these."""
+
+
 class EvictRequest(_Body):
     """What is to go. Every restriction that is given holds; one is needed, or `everything`."""
 
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [{"tenant": "acme", "older_than_seconds": 3600, "dry_run": True}],
-            "anyOf": [
-                {"required": [name], "properties": {name: said}}
-                for name, said in (
-                    ("tenant", {"type": "string"}),
-                    ("spaces", {"minItems": 1}),
-                    ("prefixes", {"minItems": 1}),
-                    ("older_than_seconds", {"type": "number"}),
-                    ("most_bytes", {"type": "integer"}),
-                    ("everything", {"const": True}),
-                )
-            ],
+            "anyOf": _RESTRICTIONS,
         }
     )
 
