@@ -255,7 +255,9 @@ class Answers:
             load = space.start_load(asked.hashes, start=start)
             try:
                 load.wait(wait)
-                return space.lease_resident(asked.hashes), load
+                if asked.ahead:
+                    return space.lease_resident(asked.hashes), load
+                return space.lease_loaded(load, asked.hashes, start), load
             finally:
                 load.release()
 

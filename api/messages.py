@@ -358,6 +358,7 @@ class Load(Message):
     Args:
         deadline: seconds; what has not come by then is not leased.
         before, depth: as of `Match`.
+        ahead: a `Match` of them follows, which is the use of what has come up; else this is.
     """
 
     space: int
@@ -365,6 +366,7 @@ class Load(Message):
     deadline: float
     before: bytes = bytes(HASH_BYTES)
     depth: int = 0
+    ahead: bool = False
 
 
 @tagged(15)

@@ -291,7 +291,7 @@ class RemoteSpace(SlotSpace):
 
     def start_load(self, hashes: Sequence[bytes], *, start: ChainPlace | None = CHAIN_START) -> RemoteLoad:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
-        return RemoteLoad(self._shell, self._asks.load(hashes, _LOAD_SECONDS, start))
+        return RemoteLoad(self._shell, self._asks.load(hashes, _LOAD_SECONDS, start, ahead=True))
 
     def demote(self, hashes: Sequence[bytes], *, deadline: float = 30.0) -> int:
         """See `HostSpace.demote`. For operators: a token of tenants is refused."""

@@ -128,14 +128,16 @@ class SpaceAsks:
             lenient=self._lenient,
         )
 
-    def load(self, hashes: Sequence[bytes], deadline: float, start: ChainPlace | None) -> Ask[LoadedLease]:
-        """Bring blocks up from the cold tier, and lease the leading ones that are there."""
+    def load(
+        self, hashes: Sequence[bytes], deadline: float, start: ChainPlace | None, *, ahead: bool = False
+    ) -> Ask[LoadedLease]:
+        """Bring blocks up from the cold tier, and lease the leading ones; `ahead`: of a match of them."""
         names = tuple(expect_byte_strings("hashes", hashes, HASH_BYTES))
         seconds = expect_seconds("deadline", deadline)
         place = _place(start, len(names))
         return Ask(
             self._space,
-            lambda number: Load(number, names, seconds, *place),
+            lambda number: Load(number, names, seconds, *place, ahead),
             lambda reply: self._leased(reply, len(names)),
             self._no_lease,
             seconds,

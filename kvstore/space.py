@@ -678,9 +678,28 @@ class HostSpace(SlotSpace):
         load = self.start_load(hashes, start=start)
         try:
             load.wait(deadline)
-            return self.lease_resident(hashes)
+            return self.lease_loaded(load, hashes, start)
         finally:
             load.release()
+
+    def lease_loaded(self, load: ColdLoad, hashes: Sequence[bytes], start: ChainPlace | None) -> Lease:
+        """Lease the leading resident blocks, for whoever asked for a load of them.
+
+        What has come up is used by that, as what a match finds is: the policy is told. What was there before
+        the load is told of by matches.
+
+        Args:
+            load: of these blocks.
+            hashes, start: as of `load`.
+        """
+        with self._shared.lock():
+            self._shared.check_open()
+            slots = self._records.resident(hashes)
+            before = len(hashes) - len(load.missing)
+            if load.loaded and before < len(slots):
+                place = None if start is None else start.after(hashes[:before])
+                self._records.looked_up(slots[before:], hashes[before : len(slots)], place)
+            return self._leased(slots)
 
     def start_load(self, hashes: Sequence[bytes], *, start: ChainPlace | None = CHAIN_START) -> ColdLoad:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once.
