@@ -8,7 +8,7 @@ copied up first beside the steps of the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import chain, islice
 from typing import Final
 
@@ -24,6 +24,7 @@ from .running import RunningSequences
 from .scheduler_stats import SchedulerStats
 from .sequence import CachedTokens, Sequence, SequenceState
 from .step import Rows
+from .turns import LEAST_STRETCH
 from .waking import HostBudget, Swap
 
 __all__ = ["Entrance"]
@@ -45,6 +46,7 @@ class Entrance:
         swap: what becomes of sequences whose KV is not in the device tier.
         load_seconds: how long a sequence waits for blocks from the cold tier before it is computed.
         gate: whether blocks come up from there only where that ends sooner than computing them.
+        step_tokens: tokens that a step may compute.
         give_up: ends a sequence that never can have room.
 
     Attributes:
@@ -63,6 +65,7 @@ class Entrance:
         swap: Swap,
         load_seconds: float,
         gate: bool,
+        step_tokens: int,
         give_up: Callable[[Sequence], None],
     ) -> None:
         self.waiting = Line()
@@ -73,6 +76,7 @@ class Entrance:
         self._stats = stats
         self._swap = swap
         self._load_seconds = load_seconds
+        self._step_tokens = step_tokens
         self._give_up = give_up
         self._budget = HostBudget(swap, store, running, pace)
         self._gate = LoadGate(store, closed=gate)
@@ -83,6 +87,8 @@ class Entrance:
         self._least_blocks = -(-LEAST_STEPS // store.layout.block_size)
         """Blocks that a sequence may want in the steps that it is to have before it sleeps again."""
         self._piece = max(1, _PIECE_BYTES // store.layout.block_bytes)
+        self._drained: tuple[Sequence, int] | None = None
+        """Who waits for all that run to be gone, and the number of the step by which they are."""
         self._copied = 0
         """Blocks that began to come up since the last step."""
 
@@ -174,10 +180,16 @@ class Entrance:
         """Give rows to those that wait, in their order, while there is room for them to go on.
 
         Who has to wait for blocks from the cold tier lets others pass, who has to wait for room does not:
-        small ones would pass a large one for ever.
+        small ones would pass a large one for ever. Where that one is larger than the device tier, and waits
+        until nobody runs, those pass that end before then in any case.
         """
         if not self._room_came:
             return
+        self._let_in_by_order()
+        if self.blocked is not None and self.blocked[1] > self._store.pool.capacity:
+            self._let_pass(*self.blocked)
+
+    def _let_in_by_order(self) -> None:
         self.blocked = None
         while (sequence := self._next()) is not None:
             if not self._store.table.free_rows:
@@ -202,6 +214,34 @@ class Entrance:
         if waiting is None or self.asleep.place_of(asleep) <= self.waiting.place_of(waiting):
             return asleep
         return waiting
+
+    def _let_pass(self, large: Sequence, wanted: int) -> None:
+        """Give rows to new sequences that end before `large` can begin (backfilling: Lifka, JSSPP'95).
+
+        By when those that run now are gone is reckoned once, from what they have to go at most and from the
+        turns that they take; who passes is to be gone by then, too, so nobody who comes keeps `large` waiting
+        for longer.
+        """
+        if self._drained is None or self._drained[0] is not large:
+            self._drained = large, self._stats.steps + self._steps_until_gone()
+        passed = {large.id}
+        while self._store.table.free_rows:
+            sequence = self._next_to_admit(passed)
+            if sequence is None:
+                break
+            passed.add(sequence.id)
+            steps = sequence.params.max_tokens + -(-len(sequence.tokens) // self._step_tokens)
+            if self._stats.steps + steps <= self._drained[1]:
+                self._admit(sequence)
+        self._no_room(large, wanted)
+
+    def _steps_until_gone(self) -> int:
+        """Steps in which all that run now have ended, or have had their stretch (`turns`), at most."""
+        running = self._running.candidates(self._running.rows, self._stats.steps)
+        left = running.remaining
+        if self._swap is Swap.ATTEND and self._store.host is not None:
+            left = np.minimum(left, np.maximum(LEAST_STRETCH - running.steps, 0))
+        return int(left.max(initial=0))
 
     def _blocks_arriving(self) -> int:
         return sum(self._store.far_blocks(row) for row in self._running.arriving)
@@ -287,8 +327,10 @@ class Entrance:
         if not self._store.brings(row):
             self.start(sequence, row)
 
-    def _next_to_admit(self) -> Sequence | None:
+    def _next_to_admit(self, passed: Collection[int] = ()) -> Sequence | None:
         """The first waiting sequence that need not wait for its blocks; loads for the first few start here.
+
+        Those with an id in `passed` are passed over.
 
         Blocks come from the cold tier, or from a sequence that is computing the same prompt right now:
         computing them twice would take longer than waiting.
@@ -307,7 +349,12 @@ class Entrance:
                 may_load = self._may_load(sequence.prompt)
                 if may_load:
                     self._start_load(sequence, self._gate.start(sequence.prompt))
-            if ready is None and sequence.load_until is not None and not sequence.loading():
+            if (
+                ready is None
+                and sequence.id not in passed
+                and sequence.load_until is not None
+                and not sequence.loading()
+            ):
                 resident = self._store.resident_blocks(sequence.prompt)
                 missing = sequence.prompt.hashes[resident : sequence.prompt.usable]
                 if not missing or not self._running.computes(missing[0]):

@@ -97,6 +97,7 @@ class Scheduler:
             swap=swap,
             load_seconds=load_seconds,
             gate=gate,
+            step_tokens=step_tokens,
             give_up=self._give_up,
         )
 

@@ -426,6 +426,36 @@ def test_a_large_prompt_is_not_overtaken_for_ever_by_small_ones(make_world: Make
     world.check_nothing_is_held()
 
 
+def test_short_ones_run_beside_what_a_sequence_larger_than_the_device_waits_for(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(Tiers(device=20, host=128, rows=8, step_tokens=64))
+    random = world.random
+
+    def small(answer: int) -> Sequence:
+        return world.submit(random.integers(8, 50, 6).tolist(), answer, stops=False)
+
+    running = small(60)
+    world.step()
+    large = world.submit(random.integers(8, 50, 100).tolist(), 8, stops=False)
+    first = [small(4) for _ in range(3)]
+    for _ in range(8):
+        world.step()
+    assert [one.finish_reason for one in first] == [FinishReason.LENGTH] * 3
+    assert running not in world.finished
+    # Who would end later than what it waits for does not pass, nor do short ones keep it waiting for ever.
+    late = small(70)
+    steps = 0
+    while large.scheduled_at is None:
+        small(4)
+        world.step()
+        steps += 1
+        assert steps <= 60
+    assert late.scheduled_at is None or late.scheduled_at >= large.scheduled_at
+    world.run()
+    world.check_nothing_is_held()
+
+
 def test_what_is_computed_together_is_computed_once_also_after_an_abort(make_world: MakeWorld) -> None:
     world = make_world(Tiers(device=60, host=0, step_tokens=12))
     prompt = list(range(8, 48))
