@@ -18,9 +18,16 @@ _MARK = "@kvpager@ "
 
 
 def require_vllm() -> str:
-    """The Python of the environment that has vLLM; skips the calling test where there is none."""
+    """The Python of the environment that has vLLM.
+
+    The calling test is skipped where there is none, and fails where one is named and is not there, as
+    `scripts/test` does.
+    """
     named = os.environ.get("KVPAGER_VLLM_PYTHON")
-    python = Path(named) if named else _ROOT / ".venv-vllm" / "bin" / "python"
+    if named:
+        assert Path(named).exists(), f"KVPAGER_VLLM_PYTHON names {named}, which is not there"
+        return named
+    python = _ROOT / ".venv-vllm" / "bin" / "python"
     if not python.exists():
         pytest.skip("there is no environment with vLLM (scripts/setup vllm, or KVPAGER_VLLM_PYTHON)")
     return str(python)
