@@ -108,17 +108,20 @@ def poison(sidecar: ServeProcess) -> None:
 def test_a_prompt_is_computed_once_by_engines_that_come_and_go_and_what_is_stored_is_what_is_read(
     tmp_path: Path, model: Path, sidecar: ServeProcess
 ) -> None:
-    with Engine(tmp_path, model) as plain, Engine(tmp_path, model, url_of(sidecar)) as first:
-        expected = plain.ready().ask("generate", prompts=PROMPTS)["tokens"]
-        cold = first.ready().ask("generate", prompts=PROMPTS)
+    # Both import vLLM at the same time; the second one has an engine only when the first one is gone.
+    with Engine(tmp_path) as first, Engine(tmp_path) as second:
+        expected = first.ready().open(model).ask("generate", prompts=PROMPTS)["tokens"]
+        first.open(model, url_of(sidecar))
+        cold = first.ask("generate", prompts=PROMPTS)
         assert (cold["tokens"], cold["cached"]) == (expected, [0, 0, 0])
         assert first.ask("reset")
         again = first.ask("generate", prompts=PROMPTS)
         assert (again["tokens"], again["cached"]) == (expected, CACHEABLE)
         assert first.count("hit_tokens_host") == sum(CACHEABLE)
         assert first.count("loaded_blocks") == first.count("stored_blocks") == sum(CACHEABLE) // BLOCK
-    with Engine(tmp_path, model, url_of(sidecar)) as second:
-        fresh = second.ready().ask("generate", prompts=PROMPTS)
+        first.close()
+        second.ready().open(model, url_of(sidecar))
+        fresh = second.ask("generate", prompts=PROMPTS)
         assert (fresh["tokens"], fresh["cached"]) == (expected, CACHEABLE)
         assert second.count("stored_blocks") == 0
         assert second.ask("reset")

@@ -2,8 +2,9 @@
 
     python vllm_engine.py '{"model": ..., "url": ...}'
 
-The options are those of ``LLM``; without ``url`` it has no connector. Each line of standard input is a map of
-``call`` and its arguments; each answer a line of standard output after the mark.
+The options are those of ``LLM``; without ``url`` it has no connector, without any there is none yet. Each line
+of standard input is a map of ``call`` and its arguments; each answer a line of standard output after the mark.
+``open`` makes another engine in this process and forgets the one before: vLLM takes long to import.
 """
 
 from __future__ import annotations
@@ -82,11 +83,19 @@ class Engine:
 
 
 def main() -> None:
-    engine = Engine(json.loads(sys.argv[1]))
+    import vllm  # noqa: F401
+
+    options = json.loads(sys.argv[1])
+    engine = Engine(options) if options else None
     answer("ready")
     for line in sys.stdin:
         values = json.loads(line)
-        answer(getattr(engine, values.pop("call"))(**values))
+        call = values.pop("call")
+        if call == "open":
+            engine = Engine(values)
+            answer("ready")
+        else:
+            answer(getattr(engine, call)(**values))
     sys.stdout.flush()
     os._exit(0)  # the engine's own threads take seconds to end
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import pytest
 
-__all__ = ["Engine", "require_vllm"]
+__all__ = ["Engine", "group_of", "require_vllm"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _MARK = "@kvpager@ "
@@ -38,7 +38,7 @@ class Engine:
 
     Args:
         folder: where its log goes, ``vllm.log``.
-        model: folder of a model.
+        model: folder of a model; None: vLLM is imported, and `open` makes an engine.
         url: of the sidecar; None: it has no connector.
         options: of ``vllm.LLM``, and ``extra`` for the connector.
         environment: variables beside those that every engine has.
@@ -47,13 +47,13 @@ class Engine:
     def __init__(
         self,
         folder: Path,
-        model: Path,
+        model: Path | None = None,
         url: str | None = None,
         *,
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        values = {"model": str(model), **({"url": url} if url else {}), **options}
+        values = {} if model is None else _options(model, url, options)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self._log = (folder / "vllm.log").open("a")
         self.process = subprocess.Popen(
@@ -84,6 +84,11 @@ class Engine:
         assert self._read() == "ready"
         return self
 
+    def open(self, model: Path, url: str | None = None, **options: Any) -> Self:
+        """Another engine in its process, in place of the one before."""
+        assert self.ask("open", **_options(model, url, options)) == "ready"
+        return self
+
     def ask(self, call: str, **values: Any) -> Any:
         """What `tests/vllm_engine.py` answers to a call."""
         self.send(call, **values)
@@ -110,9 +115,12 @@ class Engine:
 
     def close(self) -> None:
         """It ends without a word, and its processes with it."""
+        shared = _shared_memory(self.process.pid)
         if self.process.poll() is None:
             os.killpg(self.process.pid, 9)
         self.process.wait()
+        for path in shared:
+            path.unlink(missing_ok=True)
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None and not stream.closed:
                 try:
@@ -137,3 +145,31 @@ class Engine:
                 return json.loads(line.removeprefix(_MARK))
             self._log.write(line)
         raise AssertionError(f"vLLM ended:\n{self.log[-4000:]}")
+
+
+def _options(model: Path, url: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    return {"model": str(model), **({"url": url} if url else {}), **options}
+
+
+def group_of(leader: int) -> list[int]:
+    """The processes of a session: vLLM's workers start more of them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == leader:
+                found.append(int(entry.name))
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def _shared_memory(leader: int) -> set[Path]:
+    """What its processes have of Python's shared memory, which those that are killed leave behind."""
+    found = set()
+    for pid in group_of(leader):
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:  # it has ended
+            continue
+        found |= {Path(line.split()[5]) for line in maps.splitlines() if "/dev/shm/psm_" in line}
+    return found
