@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import pytest
 
-__all__ = ["Engine", "group_of", "require_vllm"]
+__all__ = ["Engine", "end_session", "group_of", "require_vllm", "vllm_environment"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _MARK = "@kvpager@ "
@@ -31,6 +31,22 @@ def require_vllm() -> str:
     if not python.exists():
         pytest.skip("there is no environment with vLLM (scripts/setup vllm, or KVPAGER_VLLM_PYTHON)")
     return str(python)
+
+
+def vllm_environment() -> dict[str, str]:
+    """Variables of a process that has vLLM: on the CPU, with one thread, and without a word to anybody."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return {
+        **kept,
+        "PYTHONPATH": str(_ROOT / ".links"),
+        "PYTHONSAFEPATH": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 class Engine:
@@ -54,7 +70,6 @@ class Engine:
         **options: Any,
     ) -> None:
         values = {} if model is None else _options(model, url, options)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self._log = (folder / "vllm.log").open("a")
         self.process = subprocess.Popen(
             [require_vllm(), str(_ROOT / "tests" / "vllm_engine.py"), json.dumps(values)],
@@ -64,16 +79,8 @@ class Engine:
             text=True,
             start_new_session=True,
             env={
-                **kept,
-                "PYTHONPATH": str(_ROOT / ".links"),
-                "PYTHONSAFEPATH": "1",
+                **vllm_environment(),
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "DO_NOT_TRACK": "1",
-                "HF_HUB_OFFLINE": "1",
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
                 **(environment or {}),
             },
         )
@@ -115,12 +122,7 @@ class Engine:
 
     def close(self) -> None:
         """It ends without a word, and its processes with it."""
-        shared = _shared_memory(self.process.pid)
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, 9)
-        self.process.wait()
-        for path in shared:
-            path.unlink(missing_ok=True)
+        end_session(self.process)
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None and not stream.closed:
                 try:
@@ -161,6 +163,19 @@ def group_of(leader: int) -> list[int]:
         except ProcessLookupError:
             continue
     return found
+
+
+def end_session(leader: subprocess.Popen[Any]) -> None:
+    """Kill a process and those that it started, and remove what they leave behind."""
+    shared = _shared_memory(leader.pid)
+    for pid in group_of(leader.pid):
+        try:
+            os.kill(pid, 9)
+        except ProcessLookupError:
+            continue
+    leader.wait()
+    for path in shared:
+        path.unlink(missing_ok=True)
 
 
 def _shared_memory(leader: int) -> set[Path]:
