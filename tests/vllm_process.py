@@ -117,7 +117,8 @@ class Engine:
 
     @property
     def log(self) -> str:
-        self._log.flush()
+        if not self._log.closed:
+            self._log.flush()
         return (self._folder / "vllm.log").read_text()
 
     def close(self) -> None:
