@@ -115,6 +115,7 @@ class KVPagerCache(DynamicCache):
         """Leave tokens off at the end; what the argument means is other from release to release."""
         super().crop(*args, **kwargs)
         self._rows.crop(self.get_seq_length())
+        self._prompt = None  # it may go on with something else
         self._offered_blocks = min(self._offered_blocks, self._rows.length // self._shape.layout.block_size)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -37,6 +37,7 @@ class ModelIdentity:
         self._model = model
         self._device = device
         self._state: object = None
+        self._epoch = 0
         self._digest = b""
 
     def digest(self) -> bytes:
@@ -57,11 +58,11 @@ class ModelIdentity:
             for some in (self._model.parameters(), self._model.buffers())
             for one in some
         )
-        return tensors, self._described(), tuple(_adapters(self._model))
+        return self._epoch, tensors, self._described(), tuple(_adapters(self._model))
 
     def forget(self) -> None:
         """The weights may have changed though torch does not know it."""
-        self._state = None
+        self._epoch += 1
 
     def _described(self) -> str:
         values = {

@@ -32,6 +32,9 @@ _ANSWER_SECONDS: Final = 1.0
 _KNOWN: Final = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position"})
 """What a decoder may be given in tensors where token ids name its KV."""
 
+_BY_ROW: Final = ("adapter_names", "alora_offsets")
+"""What hooks of peft's layers are given where rows are not computed alike."""
+
 
 class KVPager:
     """Keeps what a model computes of prompts, and gives it back to later calls, also of other processes.
@@ -223,11 +226,18 @@ class _Watch:
         return None
 
     def _chosen_by_row(self) -> bool:
-        """Whether peft computes each row with an adapter of its own (``adapter_names``)."""
+        """Whether peft computes rows or parts of them each in its own way (``adapter_names``, aLoRA)."""
         model = self._model()
         if model is None or not hasattr(model, "peft_config"):
             return False
-        return any(hasattr(one, "active_adapters") and one._forward_pre_hooks for one in model.modules())
+        # It tells its layers by hooks, for as long as a call lasts.
+        return any(
+            name in _BY_ROW and any(one is not None for one in chosen or ())
+            for module in model.modules()
+            if hasattr(module, "active_adapters")
+            for hook in module._forward_pre_hooks.values()
+            for name, chosen in getattr(hook, "keywords", {}).items()
+        )
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
