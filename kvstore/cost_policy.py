@@ -191,7 +191,11 @@ class CostPolicy:
                 # They are here, but something before them in their chain was not.
                 beyond = beyond[stranded] - 1
                 standing = runs.standing[beyond]
-                stranded, beyond, standing = (one[standing > 1] for one in (stranded, beyond, standing))
+                # In runs, and each once: names that begin alike lead to the same slot.
+                mine = np.zeros(len(beyond), dtype=np.bool_)
+                mine[np.unique(beyond, return_index=True)[1]] = True
+                mine &= (standing > 1) & ~np.isin(beyond, at)
+                stranded, beyond, standing = stranded[mine], beyond[mine], standing[mine]
                 like[stranded] = standing >> 1
                 at = np.concatenate([at, beyond])
                 before = before + [
