@@ -214,7 +214,7 @@ class CostPolicy:
         parts = self._use(pieces, number + asked)
         for begin, end, run in parts:
             if end > number:
-                ghosts.tags[places[max(begin - number, 0) : end - number]] = runs.tag[run]
+                ghosts.tags[places[max(begin - number, 0) : end - number]] = runs.tag_of[run]
         ghosts.names[places] = names
         self._restamp(at, before, positions, parts)
 
@@ -268,7 +268,7 @@ class CostPolicy:
             begin, use = alike[-1]
             if begin == path - 1:
                 alike.pop()
-            alike.append((path - 1, use._replace(kind=end_kind)))
+            alike.append((path - 1, Use(now, end_kind, *use[2:])))
         parts = []
         for (begin, use), end in zip(alike, [*(begin for begin, _ in alike[1:]), path], strict=True):
             run = runs.make(use)
@@ -304,12 +304,12 @@ class CostPolicy:
             old = before[-1][2] >> 1
             runs.put(at, before, mine, ranked=False if hold else None)
             # What follows some of these in their chain must not be worth more than they.
-            if runs.held.item(old):
+            if runs.held_of[old]:
                 for _, _, run in mine:
-                    runs.rider[run] = runs.tag[old]
-            else:
+                    runs.rider_of[run] = runs.tag_of[old]
+            elif len(mine) > 1:
                 for (_, _, run), (_, _, following) in pairwise(mine):
-                    runs.rider[run] = runs.tag[following]
+                    runs.rider_of[run] = runs.tag_of[following]
         if len(mine) < len(parts):
             taken = {run for _, _, run in mine}
             for _, _, run in parts:
@@ -359,7 +359,7 @@ class CostPolicy:
         for begin, _, made in parts:
             before = links.before(at.item(begin))
             if before is not None:
-                runs.rider[runs.standing.item(before) >> 1] = runs.tag[made]
+                runs.rider_of[runs.standing.item(before) >> 1] = runs.tag_of[made]
 
     # Ranking
 
@@ -382,8 +382,8 @@ class CostPolicy:
         if self._demotions:
             # What was demoted, and used since, is as good as others.
             for _, _, one in before:
-                if runs.favour.item(one >> 1) == 0.0:
-                    runs.favour[one >> 1], runs.until[one >> 1] = 1.0, 0.0
+                if runs.favour_of[one >> 1] == 0.0:
+                    runs.advise(one >> 1, 1.0, 0.0)
         runs.rank(at, standing, before)
 
     def remove(self, ids: Ids) -> None:
@@ -411,7 +411,7 @@ class CostPolicy:
         places = ghosts.places(names)
         ghosts.names[places] = names
         for begin, end, standing in going.before:
-            ghosts.tags[places[begin:end]] = runs.tag.item(standing >> 1)
+            ghosts.tags[places[begin:end]] = runs.tag_of[standing >> 1]
         runs.take_out(going.slots, going.before, ends=going.parents is not None)
         self._links.leave(going.slots, going.parents)
 
@@ -456,13 +456,13 @@ class CostPolicy:
         worth = 0.0
         for _, end, tag in stretches(like):
             run = runs.with_tag(tag)
-            mine = first.item(runs.kind.item(run) if run else use_kinds.UNKNOWN, 0)
+            mine = first.item(runs.kind_of[run] if run else use_kinds.UNKNOWN, 0)
             while at < end:
                 if gone <= at:
                     following = next(theirs, None)
                     if following is None:
                         return take
-                    gone += runs.idle.item(following[0])
+                    gone += runs.idle_of[following[0]]
                     worth = following[1]
                 if mine < worth:
                     take[room + at :] = False
@@ -493,7 +493,7 @@ class CostPolicy:
             made = runs.make(runs.use(before[0][2] >> 1)._replace(favour=0.0, until=np.inf))
             runs.put(at, before, [(0, len(at), made)])
             self._demotions += 1
-            runs.order[made] = -self._demotions
+            runs.order_of[made] = -self._demotions
         return len(at)
 
     def retain(self, ids: Ids, retention: Retention) -> None:
@@ -521,12 +521,12 @@ class CostPolicy:
         for begin, end, run in _of_runs(before):
             parts.append((begin, end, runs.make(runs.use(run)._replace(favour=favour, until=until, due=due))))
         orders = [
-            (made, runs.order.item(run))
+            (made, runs.order_of[run])
             for (_, _, made), (_, _, run) in zip(parts, _of_runs(before), strict=True)
         ]
         runs.put(at, before, parts)
         for made, order in orders:
-            runs.order[made] = order
+            runs.order_of[made] = order
 
     def check_integrity(self) -> None:
         self._settle()
