@@ -29,7 +29,7 @@ from .ghosts import Ghosts
 from .lineage import ShortHashes
 from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention, Weight, weights_of
 from .return_times import ReturnTimes
-from .runs import Parts, Places, Runs, Use, stretches
+from .runs import NO_USE, Parts, Places, Runs, Use, stretches
 from .victims import Going, Victims
 
 __all__ = ["CostPolicy"]
@@ -57,7 +57,10 @@ _NOTHING_FOUND: Final = _Found(np.empty(0, dtype=np.int32), _NONE, [])
 
 def _some_new(before: Parts) -> bool:
     """Whether slots of these stretches of standings are of no run."""
-    return 0 in [standing for _, _, standing in before]
+    for _, _, standing in before:  # noqa: SIM110  half of the time of `any`
+        if not standing:
+            return True
+    return False
 
 
 def _of_runs(before: Parts) -> Parts:
@@ -160,7 +163,8 @@ class CostPolicy:
     # Uses
 
     def found(self, ids: Ids) -> None:
-        self._settle()
+        if self._found is not None:
+            self._settle()
         if len(ids):
             at = ids.astype(np.intp)
             self._latest = at.item(-1)
@@ -240,25 +244,26 @@ class CostPolicy:
         """
         self._victims.changed()
         runs, times = self._runs, self._times
-        now = self._clock()
-        pieces = [(begin, end, run, runs.use(run)) for begin, end, run in before]
+        now, thinned = self._clock(), times.thinned
         new = path - (before[-1][1] if before else 0)
         turns, gap = 0, -1.0
-        if pieces:
-            _, known, _, deepest = pieces[-1]
+        if before:
+            _, known, run = before[-1]
+            deepest = runs.use(run)
             if 4 * known >= 3 * deepest.path or known >= deepest.path - 1 > 1:
                 turns, gap = deepest.turns + 1, now - deepest.last
         body = use_kinds.body(turns, new, gap)
         alike: list[tuple[int, Use]] = []
-        for begin, end, run, use in pieces:
-            if times.noted(run):
-                times.returned(now, use.last, use.kind, (end - begin) / use.path)
-            own = now - use.last
-            kind = body if turns and own >= gap / 4 else use_kinds.shared(own, use.uses)
-            held = use.until > now and use.favour > 0.0
-            favour, until = (use.favour, use.until) if held else (1.0, 0.0)
+        for begin, end, run in before:
+            last, kind, _, uses, length, favour, until, _ = runs.use(run)
+            if not thinned or times.noted(run):
+                times.returned(now, last, kind, (end - begin) / length)
+            own = now - last
+            kind = body if turns and own >= gap / 4 else use_kinds.shared(own, uses)
+            if not (until > now and favour > 0.0):
+                favour, until = 1.0, 0.0
             if not alike or alike[-1][1].kind != kind or alike[-1][1].until != until:
-                alike.append((begin, Use(now, kind, turns, use.uses + 1, path, favour, until)))
+                alike.append((begin, Use(now, kind, turns, uses + 1, path, favour, until, 0.0)))
         if new and (not alike or alike[-1][1].kind != body or alike[-1][1].until):
             alike.append((path - new, Use(now, body, turns, 1, path)))
         self._lookups += 1
@@ -269,11 +274,12 @@ class CostPolicy:
             if begin == path - 1:
                 alike.pop()
             alike.append((path - 1, Use(now, end_kind, *use[2:])))
+        alike.append((path, NO_USE))
         parts = []
-        for (begin, use), end in zip(alike, [*(begin for begin, _ in alike[1:]), path], strict=True):
+        for (begin, use), (end, _) in pairwise(alike):
             run = runs.make(use)
             parts.append((begin, end, run))
-            if times.noted(run):
+            if not thinned or times.noted(run):
                 times.used(now, use.kind, (end - begin) / path)
         return parts
 
@@ -366,7 +372,8 @@ class CostPolicy:
     def insert(self, ids: Ids) -> None:
         if len(ids) == 0:
             return
-        self._settle()
+        if self._found is not None:
+            self._settle()
         self._victims.changed()
         at = ids.astype(np.intp)
         runs = self._runs

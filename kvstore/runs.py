@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
 
-__all__ = ["Parts", "Places", "Runs", "Standings", "Use", "stretches"]
+__all__ = ["NO_USE", "Parts", "Places", "Runs", "Standings", "Use", "stretches"]
 
 Places = npt.NDArray[np.intp]
 """intp [n]: slots, or runs, as indices."""
@@ -59,16 +59,20 @@ def stretches(values: npt.NDArray[np.int64]) -> Parts:
     number = len(values)
     if number == 0:
         return []
-    # As bytes they are compared in a third of the time.
-    raw = values.tobytes()
-    if raw == raw[: values.itemsize] * number:
-        return [(0, number, values.item(0))]
+    # As bytes they are compared in a fifth of the time. Nearly always they are alike, or one at an end is not.
+    raw, size = values.tobytes(), values.itemsize
+    first, last = values.item(0), values.item(-1)
+    others = number - 1
+    if raw[size:] == raw[-size:] * others:
+        return [(0, number, last)] if first == last else [(0, 1, first), (1, number, last)]
+    if raw[:-size] == raw[:size] * others:
+        return [(0, others, first), (others, number, last)]
     found: Parts = []
     begin = 0
-    for last in (values[1:] != values[:-1]).nonzero()[0].tolist():
-        found.append((begin, last + 1, values.item(begin)))
-        begin = last + 1
-    found.append((begin, number, values.item(begin)))
+    for end in (values[1:] != values[:-1]).nonzero()[0].tolist():
+        found.append((begin, end + 1, values.item(begin)))
+        begin = end + 1
+    found.append((begin, number, last))
     return found
 
 
@@ -95,7 +99,8 @@ class Use(NamedTuple):
     due: float = 0.0
 
 
-_NO_USE: Final = Use(0.0, 0)
+NO_USE: Final = Use(0.0, 0)
+"""Stands for that of none."""
 
 
 class Runs:
@@ -150,7 +155,7 @@ class Runs:
         """Slots that are ranked."""
         for name, kind in _FIELDS.items():
             setattr(self, name, np.zeros(1, dtype=kind))
-        self._uses = [_NO_USE]
+        self._uses = [NO_USE]
         """Of each run what is known of its last use."""
         self._pool = np.zeros(1, dtype=np.intp)
         self._pooled = 0
@@ -181,9 +186,10 @@ class Runs:
         self._made += 1
         self.tag_of[run] = self._made << _RUN_BITS | run
         self._uses[run] = use
-        self.last_of[run], self.kind_of[run], _, _, _ = use[:5]
-        self.favour_of[run], self.until_of[run], self.due_of[run] = use[5:]
-        self.rider_of[run] = 0
+        self.last_of[run], self.kind_of[run], _, _, _, favour, until, due = use
+        self.until_of[run], self.rider_of[run] = until, 0
+        if until:
+            self.favour_of[run], self.due_of[run] = favour, due
         return run
 
     def use(self, run: int) -> Use:
@@ -193,6 +199,7 @@ class Runs:
     def advise(self, run: int, favour: float, until: float) -> None:
         """By what its worth is multiplied from now on, and till when."""
         self._uses[run] = self._uses[run]._replace(favour=favour, until=until)
+        self.due_of[run] = self._uses[run].due
         self.favour_of[run], self.until_of[run] = favour, until
 
     def tagged(self, tags: _Tags) -> Places:
@@ -212,7 +219,7 @@ class Runs:
             grown = np.concatenate([getattr(self, name), np.zeros(more, dtype=kind)])
             setattr(self, name, grown)
             setattr(self, f"{name}_of", memoryview(grown))
-        self._uses += [_NO_USE] * more
+        self._uses += [NO_USE] * more
         self._pool = np.concatenate([self._pool, np.zeros(more, dtype=np.intp)])
         self._free.extend(range(before, before + more))
 
@@ -328,7 +335,7 @@ class Runs:
                 number = end - begin
                 if standing & 1:
                     ranked += number
-                    self._count_idle(run, -number)
+                    self._leave_rank(run, number)
                 held = self.held_of[run] - number
                 self.held_of[run] = held
                 if held == 0:
@@ -350,27 +357,29 @@ class Runs:
     def hold(self, slots: Places) -> None:
         """These may not go."""
         standing = self.standing[slots]
-        for begin, end, value in stretches(standing):
+        before = stretches(standing)
+        for begin, end, value in before:
             if value & 1:
                 self.count -= end - begin
-                self._count_idle(value >> 1, begin - end)
-        self.standing[slots] = standing & -2
+                self._leave_rank(value >> 1, end - begin)
+        self.standing[slots] = standing & -2 if len(before) > 1 else before[0][2] & -2
 
     def _come_to_rank(self, run: int, more: int) -> None:
         """So many more of its slots are ranked, just now."""
-        self._count_idle(run, more)
-        self._order += 1
-        self.order_of[run] = self._order
-
-    def _count_idle(self, run: int, more: int) -> None:
-        """So many more of its slots are ranked."""
         before = self.idle_of[run]
         self.idle_of[run] = before + more
+        self._order += 1
+        self.order_of[run] = self._order
         if before == 0:
             self._pool[self._pooled] = run
             self._pooled += 1
             self.spot_of[run] = self._pooled
-        elif before + more == 0:
+
+    def _leave_rank(self, run: int, fewer: int) -> None:
+        """So many fewer of its slots are ranked."""
+        idle = self.idle_of[run] - fewer
+        self.idle_of[run] = idle
+        if idle == 0:
             # The last one fills the gap.
             spot = self.spot_of[run]
             self._pooled -= 1
