@@ -187,9 +187,12 @@ class CostPolicy:
         places = ghosts.places(names)
         known = ghosts.known(names, places)
         behind, positions = 0, None
-        if np.count_nonzero(known):
-            like = runs.tagged(ghosts.tags[places] * known)
-            beyond = self._slots_of(names, ghosts.slots[places] * known)
+        if known is None or np.count_nonzero(known):
+            tags, slots = ghosts.tags[places], ghosts.slots[places]
+            if known is not None:
+                tags, slots = tags * known, slots * known
+            like = runs.tagged(tags)
+            beyond = self._slots_of(names, slots)
             stranded = beyond.nonzero()[0]
             if len(stranded):
                 # They are here, but something before them in their chain was not.
@@ -334,7 +337,7 @@ class CostPolicy:
         places = ghosts.places(names)
         known = ghosts.known(names, places)
         like = ghosts.tags[places]
-        if np.count_nonzero(known) < len(names):
+        if known is not None:
             like *= known
             ghosts.names[places], ghosts.tags[places] = names, like
         ghosts.slots[places] = at + 1
@@ -347,8 +350,8 @@ class CostPolicy:
         runs, links = self._runs, self._links
         like = self._like[at]
         follow = links.follow(at)
-        if len(stretches(like)) == 1 and np.count_nonzero(follow) == len(follow):
-            cuts = [0, len(at)]
+        if follow is None:
+            cuts = [*(begin for begin, _, _ in stretches(like)), len(at)]
         else:
             breaks = ((like[1:] != like[:-1]) | ~follow).nonzero()[0] + 1
             cuts = [0, *breaks.tolist(), len(at)]
@@ -446,7 +449,8 @@ class CostPolicy:
 
     def wanted(self, facts: BlockFacts, room: int) -> npt.NDArray[np.bool_]:
         self._settle()
-        take = np.ones(len(facts), dtype=np.bool_)
+        take = np.empty(len(facts), dtype=np.bool_)
+        take.fill(True)
         room = max(0, room)
         need = len(facts) - room
         if need <= 0:
@@ -455,7 +459,9 @@ class CostPolicy:
         self._victims.stay_with(ranking)
         runs, ghosts, names = self._runs, self._ghosts, facts.names[room:]
         places = ghosts.places(names)
-        like = ghosts.tags[places] * ghosts.known(names, places)
+        like = ghosts.tags[places]
+        if (known := ghosts.known(names, places)) is not None:
+            like *= known
         first = self._times.worth
         # How many go, in their order, before one that is worth more than who comes in its place.
         at = gone = 0

@@ -37,16 +37,24 @@ class Ghosts:
         self.names: ShortHashes = np.zeros(1 << bits, dtype=np.uint64)
         self.tags = np.zeros(1 << bits, dtype=np.int64)
         self.slots = np.zeros(1 << bits, dtype=np.intp)
-        self._mask = (1 << bits) - 1
+        self._mask = np.array((1 << bits) - 1)
+        self._asked = b""
+        self._places = np.zeros(0, dtype=np.intp)
+        """Those of the names that were asked for last, as bytes: a batch is asked for several times."""
 
     def places(self, names: ShortHashes) -> _Places:
-        """Which entry each of these has, if any."""
-        places: _Places = names.view(np.intp) & self._mask
-        return places
+        """Which entry each of these has, if any. It is not to be written to."""
+        asked = names.tobytes()
+        if asked != self._asked:
+            self._asked, self._places = asked, names.view(np.intp) & self._mask
+        return self._places
 
-    def known(self, names: ShortHashes, places: _Places) -> npt.NDArray[np.bool_]:
-        """bool [n]: which of these names are those of their entries."""
-        known: npt.NDArray[np.bool_] = self.names[places] == names
+    def known(self, names: ShortHashes, places: _Places) -> npt.NDArray[np.bool_] | None:
+        """bool [n]: which of these names are those of their entries; None: all of them."""
+        held = self.names[places]
+        if held.tobytes() == names.tobytes():
+            return None
+        known: npt.NDArray[np.bool_] = held == names
         return known
 
     def grown(self, capacity: int) -> Ghosts:

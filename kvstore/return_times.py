@@ -217,15 +217,15 @@ class ReturnTimes:
 
     @property
     def worth(self) -> _Floats:
-        """What a place is worth at the beginning of each bin, [kinds, bins]; reckoned where it is asked for."""
+        """What a place is worth where each bin begins, [kinds, bins]; reckoned where it is asked for."""
         if self._worth is None:
             self._worth = self._reckoned(self._chance)
         return self._worth
 
     def _reckoned(self, chance: _Floats) -> _Floats:
         """What a place is worth, from the chance of a return within each bin."""
-        # By bins, then kinds: so the most over bins is taken of all kinds at a time. From the last bin on, since of
-        # who gets to a bin so many are used in it, and the others do as those who get to the next one.
+        # By bins, then kinds: so the most over bins is taken of all kinds at a time. From the last bin on,
+        # since of who gets to a bin some are used in it, and the rest do as those who get to the next one.
         chance = chance.T.copy()
         held = _WIDTHS[:, None] * (1.0 - chance / 2)
         uses, taken = np.zeros_like(chance), np.zeros_like(chance)

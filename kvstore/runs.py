@@ -59,7 +59,7 @@ def stretches(values: npt.NDArray[np.int64]) -> Parts:
     number = len(values)
     if number == 0:
         return []
-    # As bytes they are compared in a fifth of the time. Nearly always they are alike, or one at an end is not.
+    # As bytes they are compared in a fifth of the time. Nearly always all are alike, or one at an end is not.
     raw, size = values.tobytes(), values.itemsize
     first, last = values.item(0), values.item(-1)
     others = number - 1
@@ -113,8 +113,8 @@ class Runs:
     Per run, beside what `Use` has: `tag`, of which no other run has the same; `start` and `stop`, its entries
     of the log, others' among them; `held`, how many slots it has; `idle`, how many of these are ranked;
     `order`, when the last of them became so, of which no other has the same; `spot`, where it stands in
-    `candidates`, plus one; `rider`, the tag of a run whose blocks follow some of these, or 0. What of `Use` only
-    those ask for who know a run's number is in no array.
+    `candidates`, plus one; `rider`, the tag of a run whose blocks follow some of these, or 0. What of `Use`
+    is asked for of one run at a time only is in no array.
 
     Of most of these there is a view, named `tag_of` and so on: of a run by itself it is read and written in a
     third of the time.
@@ -218,7 +218,7 @@ class Runs:
         for name, kind in _FIELDS.items():
             grown = np.concatenate([getattr(self, name), np.zeros(more, dtype=kind)])
             setattr(self, name, grown)
-            setattr(self, f"{name}_of", memoryview(grown))
+            setattr(self, f"{name}_of", grown.data)
         self._uses += [NO_USE] * more
         self._pool = np.concatenate([self._pool, np.zeros(more, dtype=np.intp)])
         self._free.extend(range(before, before + more))
