@@ -59,7 +59,8 @@ class ChainLinks:
 
     def any_here(self, slots: _Places) -> bool:
         """Whether one of these slots has a block."""
-        return bool(np.count_nonzero(self._self[slots]))
+        there = self._self[slots].tobytes()
+        return there != bytes(len(there))
 
     def join(
         self,

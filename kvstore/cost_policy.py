@@ -418,7 +418,7 @@ class CostPolicy:
         self._victims.gone(going)
         runs, ghosts = self._runs, self._ghosts
         names = self._names[going.slots]
-        places = ghosts.places(names)
+        places = ghosts.places_once(names)
         ghosts.names[places] = names
         for begin, end, standing in going.before:
             ghosts.tags[places[begin:end]] = runs.tag_of[standing >> 1]
