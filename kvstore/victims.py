@@ -109,7 +109,7 @@ class Victims:
                 if ranking.all:
                     return self._rest(slots, left)
                 ranking = self._compared(self._clock(), everything=True)
-        at = slots[0] if len(slots) == 1 else np.concatenate([_NONE, *slots])
+        at = slots[0] if len(slots) == 1 else np.concatenate(slots or [_NONE])
         return Going(at, parts, parents, blocked)
 
     def gone(self, going: Going) -> None:
