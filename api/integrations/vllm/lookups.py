@@ -13,8 +13,8 @@ from ....kvstore.handles import Lease
 from ....kvstore.lineage import ChainPlace
 from ....tiers.errors import KVPagerError
 from ...remote_space import RemoteSpace
+from ..link import SidecarLink
 from .identity import ChainRoots
-from .link import SidecarLink
 from .metadata import ShardMetadata
 from .naming import RequestNames
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ....kvstore.lineage import ChainPlace
+from ..link import SidecarLink
 from .announcing import Announcements, Stored
 from .identity import ChainRoots
-from .link import SidecarLink
 from .lookups import Lookup, Lookups
 from .metadata import Load, ShardMetadata, StepMetadata, Store, WorkerMetadata
 from .metrics import ConnectorStats
@@ -83,7 +83,13 @@ class SchedulerHalf:
         self._block_size = block_size
         self._log = log
         self._roots = ChainRoots(config, log)
-        self._link = SidecarLink(settings, "vllm-scheduler", log)
+        self._link = SidecarLink(
+            settings.url,
+            "vllm-scheduler",
+            log,
+            tenant=settings.tenant,
+            seconds=settings.lookup_seconds,
+        )
         self._lookups = Lookups(self._link, self._roots, block_size, settings.lookup_seconds, log)
         self._tracked: dict[str, _Tracked] = {}
         self._loading: dict[str, Lookup] = {}

@@ -18,7 +18,7 @@ from ....kvstore.lineage import ChainPlace, Lineage
 from ....tiers.errors import KVPagerError
 from ....tiers.layout import KVLayout
 from ...remote_space import RemoteSpace
-from .link import SidecarLink
+from ..link import SidecarLink
 from .metadata import Load, ShardMetadata, StepMetadata, Store, WorkerMetadata
 from .metrics import ConnectorStats
 from .pages import CudaPages, Fence, Pages, layout_of, pages_of
@@ -57,7 +57,13 @@ class WorkerHalf:
         self._config = config
         self._caches = caches
         self._log = log
-        self._link = SidecarLink(settings, f"vllm-worker-{parallel.rank}", log)
+        self._link = SidecarLink(
+            settings.url,
+            f"vllm-worker-{parallel.rank}",
+            log,
+            tenant=settings.tenant,
+            seconds=settings.lookup_seconds,
+        )
         self._shard = _shard_of(config)
         self._layout: KVLayout | None = None
         self._pages: Pages | None = None
