@@ -11,6 +11,7 @@ from ...kvstore.events import Listener
 from ...tiers.errors import KVPagerError
 from ...tiers.layout import KVLayout
 from ..client import Connection
+from ..client_space import Lost
 from ..messages import Purged
 from ..remote_space import RemoteSpace
 
@@ -85,6 +86,11 @@ class SidecarLink:
     def purge(self, tenant: str, seconds: float) -> Purged:
         """Have all of a tenant be gone, see `Connection.purge_tenant`."""
         return self._connection.purge_tenant(tenant, seconds)
+
+    @property
+    def lost(self) -> tuple[Lost, ...]:
+        """What was lost with an earlier connection, another object where that changed: `Connection.lost`."""
+        return self._connection.lost
 
     @property
     def device(self) -> str | None:
