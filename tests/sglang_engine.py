@@ -1,9 +1,9 @@
-"""SGLang's own host pools, factory and cache controller with a `KVPagerHiCache`, told by lines of JSON what to do.
+"""SGLang's host pools, factory and cache controller with a `KVPagerHiCache`, told by lines of JSON what to do.
 
     python sglang_engine.py
 
-Run by an environment that has SGLang. Each line of standard input is a map of ``call`` and its arguments; each
-answer a line of standard output after the mark.
+Run by an environment that has SGLang. Each line of standard input is a map of ``call`` and its arguments;
+each answer a line of standard output after the mark.
 """
 
 from __future__ import annotations
@@ -254,9 +254,19 @@ class Engine:
         from kvpager.api.integrations.sglang.identity import ENGINE_FIELDS
         from sglang.srt.server_args import ServerArgs
 
-        others = ("model_path", "revision", "random_seed", "weight_version", "lora_paths")
+        others = ("model_path", "revision", "random_seed", "lora_paths")
         wanted = (*ENGINE_FIELDS, *others, "speculative_draft_model_path")
         return [name for name in wanted if name not in ServerArgs.__struct_fields__]
+
+    def hashes(self) -> str | None:
+        """Why SGLang cannot name pages here; it compiles what does so when it is first used."""
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        try:
+            get_storage_hash_str([1, 2], None, page_size=1)
+        except RuntimeError as error:
+            return str(error)
+        return None
 
     def controlled(self, url: str, write: bool, tokens: list[int], page_size: int = 4) -> Any:
         """A prompt's pages by SGLang's own controller and its threads: written, or found and read.

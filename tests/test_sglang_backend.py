@@ -182,13 +182,18 @@ def test_pages_outlive_the_process_and_bytes_that_are_altered_alter_what_is_got(
         assert later.ask("get", "rank", keys=KEYS, pages=PAGES) == [True] * 4
         poisoned = later.ask("digests", "rank", pages=PAGES)
         assert not set(poisoned) & set(stored)
-        poison(sidecar)
-        # The same that SGLang's own controller does with its threads.
-        prompt = list(range(23))
-        found, written = later.ask("controlled", url=url_of(sidecar), write=True, tokens=prompt[:20])
-        assert found == 5
-        assert later.ask("controlled", url=url_of(sidecar), write=False, tokens=prompt) == [5, written]
-        assert later.ask("controlled", url=url_of(sidecar), write=False, tokens=prompt[1:]) == [0, []]
+
+
+def test_sglangs_controller_writes_a_prompt_and_finds_as_much_of_it_as_is_there(
+    sglang: SGLang, sidecar: ServeProcess
+) -> None:
+    if (reason := sglang.ask("hashes")) is not None:
+        pytest.skip(f"SGLang cannot name pages here: {reason}")
+    url, prompt = url_of(sidecar), list(range(28))
+    found, written = sglang.ask("controlled", url=url, write=True, tokens=prompt[:20])
+    assert found == len(set(written)) == 5
+    assert sglang.ask("controlled", url=url, write=False, tokens=prompt) == [5, written]
+    assert sglang.ask("controlled", url=url, write=False, tokens=prompt[1:]) == [0, []]
 
 
 def test_a_sidecar_that_is_absent_stalls_or_dies_costs_hits_and_is_said_once(
@@ -256,12 +261,12 @@ def test_pages_come_up_from_the_cold_tier_and_a_record_that_is_altered_is_a_miss
 
 
 def alter_records(folder: Path) -> None:
-    """Every byte of what lies in a folder is another one, but for the first of each file."""
-    for path in folder.rglob("*"):
-        if path.is_file() and path.stat().st_size > 8192:
-            content = np.memmap(path, dtype=np.uint8, mode="r+")
-            np.invert(content[4096:], out=content[4096:])
-            content.flush()
+    """The last byte of each record in a folder is another one."""
+    records = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1024]
+    assert len(records) >= len(KEYS)
+    for path in records:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def test_clear_removes_the_pages_of_every_rank_and_nothing_of_others(

@@ -30,8 +30,6 @@ ENGINE_FIELDS: Final = (
     "speculative_algorithm",
 )
 """Of SGLang's arguments: how KV is computed, beside the files that are read."""
-_WEIGHT_FIELDS: Final = ("model_path", "weight_version")
-"""What SGLang sets anew when weights are changed in place."""
 
 
 def engine_arguments() -> Any | None:
@@ -72,8 +70,6 @@ class PageNames:
         self._log = log
         self._root: Future[bytes] = Future()
         self._engine = engine_arguments()
-        self._started_with = self._weights_now()
-        self._said_changed = False
         name = config.model_name or ""
         if not name and not model and self._engine is None:
             raise ConfigError("kvpager_model", "is needed: SGLang does not say which model this is")
@@ -92,14 +88,6 @@ class PageNames:
         """Names of pages, 16 bytes each; None where it is not known what their KV is computed with."""
         if not self._root.done() or self._root.exception() is not None:
             return None
-        if self._weights_now() != self._started_with:
-            if not self._said_changed:
-                self._said_changed = True
-                self._log.warning(
-                    "kvpager: the weights were changed in place: nothing is found or kept until the backend "
-                    "is attached again"
-                )
-            return None
         start = hashlib.blake2b(self._root.result(), digest_size=HASH_BYTES)
         names = []
         for key in keys:
@@ -107,9 +95,6 @@ class PageNames:
             state.update(key.encode())
             names.append(state.digest())
         return names
-
-    def _weights_now(self) -> tuple[object, ...]:
-        return tuple(getattr(self._engine, name, None) for name in _WEIGHT_FIELDS)
 
     def _digest(self, name: str, model: str) -> None:
         try:
