@@ -1,6 +1,6 @@
-"""Pages between SGLang's host pool and a sidecar: in batches by pointer, and one by one as SGLang does otherwise.
+"""Pages between SGLang's host pool and a sidecar: in batches by pointer, and one by one as SGLang does else.
 
-    .venv-sglang/bin/python benchmarks/sglang_pages.py
+    PYTHONSAFEPATH=1 .venv-sglang/bin/python benchmarks/sglang_pages.py
 
 Wants the environment of ``scripts/setup sglang`` and a sidecar of its own, which it starts.
 """
@@ -8,16 +8,13 @@ Wants the environment of ``scripts/setup sglang`` and a sidecar of its own, whic
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-import sglang_engine
+from kvpager.tests import sglang_engine
 from kvpager.tests.serve_process import ServeProcess
 
 PAGES, PAGE_SIZE, ROUNDS = 64, 64, 7
@@ -51,10 +48,10 @@ def measure(url: str, layout: str) -> None:
                 call()
                 rates.setdefault((what, by_pointer), []).append(gigabytes / (time.perf_counter() - began))
     for what in ("store", "load"):
-        by_pointer, one_by_one = (statistics.median(rates[what, which][1:]) for which in (True, False))
+        batched, one_by_one = (statistics.median(rates[what, which][1:]) for which in (True, False))
         print(
-            f"{layout}, {what}: {by_pointer:.2f} GB/s by pointer, {one_by_one:.2f} one by one, "
-            f"{by_pointer / one_by_one:.1f} times"
+            f"{layout}, {what}: {batched:.2f} GB/s by pointer, {one_by_one:.2f} one by one, "
+            f"{batched / one_by_one:.1f} times"
         )
 
 

@@ -1,4 +1,4 @@
-"""SGLang's host pools, factory and cache controller with a `KVPagerHiCache`, told by lines of JSON what to do.
+"""SGLang's host pools, factory and controller with a `KVPagerHiCache`, told by lines of JSON what to do.
 
     python sglang_engine.py
 
@@ -24,7 +24,7 @@ MARK = "@kvpager@ "
 LAYERS, HEADS, DIM = 3, 2, 32
 MODULE = "kvpager.api.integrations.sglang"
 
-_vision = torch.library.Library("torchvision", "DEF")
+_vision: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
 """What torchvision's own library would define; there is none for a torch without CUDA."""
 for _name in ("nms", "qnms"):
     _vision.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
