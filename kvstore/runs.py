@@ -50,6 +50,10 @@ _FIELDS: Final = {
     "until": np.float64,
     "due": np.float64,
     "rider": np.int64,
+    "newcomer": np.int64,
+    "early": np.int64,
+    "went": np.int64,
+    "since": np.int64,
 }
 _SPARE: Final = 1 << 16
 """Records without blocks that are kept at least: of what is not here any more, or was only asked for."""
@@ -93,6 +97,11 @@ class Use(NamedTuple):
     until: float = 0.0
     due: float = 0.0
 
+    @property
+    def newcomer(self) -> bool:
+        """Whether it never came back, is of no conversation that did, and nobody spoke for it."""
+        return self.uses == 1 and self.turns == 0 and self.favour <= 1.0 and self.due == 0.0
+
 
 class Runs:
     """Which slots are of which run. Run 0 stands for none.
@@ -104,7 +113,10 @@ class Runs:
     Per run, beside what `Use` has: `tag`, of which no other run has the same; `start` and `stop`, its entries
     of the log, others' among them; `held`, how many slots it has; `idle`, how many of these are ranked;
     `order`, when the last of them became so, of which no other has the same; `spot`, where it stands in
-    `candidates`, plus one; `rider`, the tag of a run whose blocks follow some of these, or 0.
+    `candidates`, plus one; `rider`, the tag of a run whose blocks follow some of these, or 0;
+    `newcomer`, 1 of what never came back; `early`, 1 if it was to go though others were worth
+    less; `went`, what to tell `Probation` when it is
+    asked for; `since`, how many slots had been taken out when it was made.
     """
 
     tag: _Tags
@@ -123,6 +135,10 @@ class Runs:
     until: npt.NDArray[np.float64]
     due: npt.NDArray[np.float64]
     rider: _Tags
+    newcomer: npt.NDArray[np.int64]
+    early: npt.NDArray[np.int64]
+    went: npt.NDArray[np.int64]
+    since: npt.NDArray[np.int64]
 
     def __init__(self, capacity: int) -> None:
         self.standing: Standings = np.zeros(capacity, dtype=np.int64)
@@ -130,6 +146,10 @@ class Runs:
         self._tail = 0
         self.count = 0
         """Slots that are ranked."""
+        self.gone = 0
+        """Slots that were taken out so far."""
+        self.newcomers = 0
+        """Those of them that never came back."""
         for name, kind in _FIELDS.items():
             setattr(self, name, np.zeros(1, dtype=kind))
         self._pool = np.zeros(1, dtype=np.intp)
@@ -163,6 +183,8 @@ class Runs:
         self.last[run], self.kind[run], self.turns[run] = use.last, use.kind, use.turns
         self.uses[run], self.path[run], self.due[run] = use.uses, use.path, use.due
         self.favour[run], self.until[run], self.rider[run] = use.favour, use.until, 0
+        self.newcomer[run], self.early[run], self.went[run] = use.newcomer, 0, 0
+        self.since[run] = self.gone
         return run
 
     def use(self, run: int) -> Use:
@@ -251,7 +273,9 @@ class Runs:
         self.tag[runs] = (self._made + counted) << _RUN_BITS | runs
         for name, value in use._asdict().items():
             getattr(self, name)[runs] = value
-        self.rider[runs] = 0
+        self.rider[runs] = self.early[runs] = self.went[runs] = 0
+        self.newcomer[runs] = use.newcomer
+        self.since[runs] = self.gone
         self.stop[runs] = self._append(slots) + cuts[1:]
         self.start[runs] = self.stop[runs] - lengths
         self.held[runs] = self.idle[runs] = lengths
@@ -264,6 +288,7 @@ class Runs:
         self._made += number
         self._order += number
         self.count += len(slots)
+        self.newcomers += len(slots) * use.newcomer
 
     def _append(self, slots: Places) -> int:
         """They stand at the end of the log; where the first one does."""
@@ -281,6 +306,7 @@ class Runs:
         Args:
             ends: they are what `last_ranked` gave of each run.
         """
+        self.gone += len(slots)
         self.count -= self._leave(before)
         self.standing[slots] = 0
         if ends:
@@ -334,6 +360,8 @@ class Runs:
         """So many more of its slots are ranked."""
         before = self.idle.item(run)
         self.idle[run] = before + more
+        if self.newcomer.item(run):
+            self.newcomers += more
         if before == 0:
             self._pool[self._pooled] = run
             self._pooled += 1
@@ -418,6 +446,8 @@ class Runs:
             raise IntegrityError("cost: a slot is not in the log of its run, or more than once")
         if int(np.count_nonzero(ranked)) != self.count or self.idle[0]:
             raise IntegrityError(f"cost: {self.count} are counted as ranked, or some are in no run")
+        if int(idle[self.newcomer > 0].sum()) != self.newcomers:
+            raise IntegrityError(f"cost: {self.newcomers} are counted as newcomers")
         pool = self.candidates
         if not np.array_equal(np.sort(pool), np.flatnonzero(self.idle)) or not np.array_equal(
             self.spot[pool], np.arange(1, len(pool) + 1)
