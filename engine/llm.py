@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..kvstore.calls import ControlCalls, HostCalls
 from ..kvstore.hashing import ChainIdentity
 from ..kvstore.host import HostStore
-from ..kvstore.policy import DEFAULT_POLICY, MOST_PRIORITY, policy_names
+from ..kvstore.policy import DEFAULT_POLICY, MOST_PRIORITY, Retention, expect_retention, policy_names
 from ..kvstore.store import TieredStore
 from ..tiers.cold import ColdTier, expect_cold_tier, is_open
 from ..tiers.errors import CapacityError, ClosedError, ConfigError, RequestError
@@ -292,6 +292,7 @@ class LLM:
         *,
         sessions: Many[str | None] | None = None,
         priority: int = 0,
+        retention: Retention | None = None,
     ) -> list[Completion]:
         """Answer prompts, as many at once as there is room for.
 
@@ -299,7 +300,7 @@ class LLM:
             prompts: one prompt, or a list of them.
             params: for all, or one for each; None for the defaults.
             sessions: ids of conversations to keep between calls, one for each prompt.
-            priority: of all of them, see `submit`.
+            priority, retention: of all of them, see `submit`.
 
         Returns:
             one completion for each prompt, in their order. One that no tier had room for says so in its
@@ -317,7 +318,9 @@ class LLM:
         sequences: list[Sequence] = []
         try:
             for prompt, one, name in zip(given, of_each, names, strict=True):
-                sequences.append(self.submit(prompt, one, session=name, priority=priority))
+                sequences.append(
+                    self.submit(prompt, one, session=name, priority=priority, retention=retention)
+                )
             while any(sequence.state is not SequenceState.FINISHED for sequence in sequences):
                 self.step()
         finally:
@@ -332,6 +335,7 @@ class LLM:
         *,
         session: str | None = None,
         priority: int = 0,
+        retention: Retention | None = None,
     ) -> Iterator[str]:
         """Answer one prompt piece by piece. Other sequences go on meanwhile. Arguments as of `submit`.
 
@@ -342,7 +346,7 @@ class LLM:
         """
         self._check_open()
         self._check_speaks()
-        sequence = self.submit(prompt, params, session=session, priority=priority)
+        sequence = self.submit(prompt, params, session=session, priority=priority, retention=retention)
         text = self._texts.watch(sequence)
         try:
             while sequence.state is not SequenceState.FINISHED:
@@ -370,6 +374,7 @@ class LLM:
         session: str | None = None,
         salt: bytes = b"",
         priority: int = 0,
+        retention: Retention | None = None,
     ) -> Sequence:
         """Queue a prompt. `step` makes it go on; `completion` tells what became of it.
 
@@ -378,10 +383,13 @@ class LLM:
             salt: KV is shared only between requests of the same salt; one that is used once shares none.
             priority: from -100 to 100. Who has a higher one is put to sleep last, and goes before those that
                 came up to `PRIORITY_SECONDS` earlier for each step between them.
+            retention: advice on how long its blocks are worth keeping, from when it gives up its row, and on
+                whether it is put to sleep, as of `SessionCalls.retain`.
 
         Raises:
             RequestError: the prompt is empty, too long, or not to be understood.
-            ConfigError: `params`, `session`, `salt` or `priority` is of a wrong type or out of range.
+            ConfigError: `params`, `session`, `salt`, `priority` or `retention` is of a wrong type or out of
+                range.
             ClosedError: the engine is closed.
         """
         self._check_open()
@@ -389,11 +397,14 @@ class LLM:
         if session is not None:
             expect_text("session", session)
         priority = expect_integer("priority", priority, -MOST_PRIORITY, MOST_PRIORITY)
+        retention = expect_retention(retention)
         root = replace(self._identity, salt=expect_bytes("salt", salt)).root
         tokens = self._prompts.tokens(prompt)
         self._check(tokens, params)
         sequence = self._sequence(tokens, params, session, root)
         sequence.priority = priority
+        if retention is not None:
+            self._scheduler.advise(sequence, retention)
         self._sessions.check_cold()
         if session is not None:
             sequence.partial_at, sequence.lookup = self._sessions.look_up(session, tokens, root)
@@ -426,7 +437,7 @@ class LLM:
                 f"max_tokens allows {params.max_tokens}"
             )
         twin = self._sequence(prompt, params, None, sequence.root)
-        twin.priority = sequence.priority
+        twin.priority, twin.retention, twin.ends_at = sequence.priority, sequence.retention, sequence.ends_at
         self._scheduler.fork(sequence, twin)
         if params.stop:
             self._texts.watch(twin)
@@ -675,6 +686,7 @@ class LLM:
         self._texts.end(sequence)
         if sequence.session is not None and sequence.sleeping is not None:
             self._sessions.keep(sequence.session, sequence.tokens, sequence.sleeping)
+            self._session_calls.ended(sequence)
 
 
 def _none_or_integer(setting: str, value: object, least: int) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kvstore.store import TieredStore
-from .preemption import Candidates
+from .preemption import Candidates, advised_weight
 from .sequence import Sequence, SequenceState
 from .step import Rows
 
@@ -49,7 +49,11 @@ class RunningSequences:
         self._limits = np.zeros(max_sequences, dtype=np.int64)
         self._stops = np.full((max_sequences, 1), -1, dtype=np.int32)
         self._priorities = np.zeros(max_sequences, dtype=np.int64)
-        self._slept = np.zeros(max_sequences, dtype=np.int64)
+        self._weights = np.ones(max_sequences, dtype=np.float64)
+        self._ends = np.zeros(max_sequences, dtype=np.int64)
+        """Tokens at which callers said that the sequences end; 0: they did not."""
+        self._finishing: set[int] = set()
+        """Rows of which they did."""
         self._entered = np.zeros(max_sequences, dtype=np.int64)
         self._sequences: list[Sequence | None] = [None] * max_sequences
         self._computing: dict[bytes, int] = {}
@@ -112,7 +116,7 @@ class RunningSequences:
         self.counts[row] = count
         self._limits[row] = min(self._max_tokens, sequence.num_prompt + sequence.params.max_tokens)
         self._priorities[row] = sequence.priority
-        self._slept[row] = sequence.preemptions
+        self.advise(sequence)
         self._entered[row] = step
         stops = sequence.stop_ids
         if len(stops) > self._stops.shape[1]:
@@ -123,6 +127,14 @@ class RunningSequences:
         self._stops[row, : len(stops)] = stops
         sequence.state = SequenceState.ARRIVING
         self.arriving[row] = sequence
+
+    def advise(self, sequence: Sequence) -> None:
+        """The advice on a sequence that has a row is another one."""
+        if (row := sequence.row) is None:
+            return
+        self._weights[row] = advised_weight(sequence.preemptions, sequence.retention)
+        self._ends[row] = sequence.ends_at
+        (self._finishing.add if sequence.ends_at else self._finishing.discard)(row)
 
     def start(self, sequence: Sequence, row: int, step: int) -> None:
         """A sequence that entered takes part in steps from now on: the one with this number is the first."""
@@ -157,6 +169,7 @@ class RunningSequences:
                 self._end_prefill(sequence)
         sequence.row = None
         self._sequences[row] = None
+        self._finishing.discard(row)
 
     def _end_prefill(self, sequence: Sequence) -> None:
         self.prefilling.remove(sequence)
@@ -181,6 +194,16 @@ class RunningSequences:
         stopped: npt.NDArray[np.bool_] = (self._stops[rows] == sampled[:, None]).any(axis=1)
         return stopped, (stopped | (counts >= self._limits[rows])).nonzero()[0]
 
+    def remaining(self, rows: Rows) -> npt.NDArray[np.int64]:
+        """Tokens that these rows have to go at most, as far as is known, int64 [n]."""
+        counts, limits = self.counts[rows], self._limits[rows]
+        if self._finishing:
+            # Who goes on past the end that was told is taken to go on to its limit.
+            ends = self._ends[rows]
+            limits = np.where(ends > counts, np.minimum(ends, limits), limits)
+        left: npt.NDArray[np.int64] = limits - counts
+        return left
+
     def candidates(self, rows: Rows, step: int) -> Candidates:
         """What these rows would cost, asleep; `step`: the number of the one that is put together."""
         return Candidates(
@@ -189,7 +212,7 @@ class RunningSequences:
             priorities=self._priorities[rows],
             lengths=self._store.lengths[rows],
             blocks=self._store.near_blocks(rows),
-            remaining=self._limits[rows] - self.counts[rows],
+            remaining=self.remaining(rows),
             steps=step - self._entered[rows],
-            slept=self._slept[rows],
+            weights=self._weights[rows],
         )

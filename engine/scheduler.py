@@ -17,11 +17,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..kvstore.policy import Retention
 from ..kvstore.store import TieredStore
 from ..tiers.errors import CapacityError, RequestError
 from .entrance import Entrance
 from .pace import Pace
-from .preemption import Candidates, cheapest_sleep
+from .preemption import NEARLY_DONE, Candidates, cheapest_sleep
 from .running import RunningSequences
 from .scheduler_stats import SchedulerStats
 from .sequence import FinishReason, Sequence, SequenceState
@@ -192,6 +193,24 @@ class Scheduler:
             )
         self._held[sequence.id] = sequence
 
+    def remaining(self, sequence: Sequence) -> int:
+        """Tokens that a sequence which has a row has to go at most, as far as is known."""
+        return int(self._running.remaining(np.array([sequence.row], dtype=np.int64))[0])
+
+    def advise(self, sequence: Sequence, retention: Retention | None) -> None:
+        """What is known of a sequence that is not finished: it counts when somebody is to be put to sleep.
+
+        Its blocks are kept accordingly from when it gives up its row.
+
+        Args:
+            retention: `about_to_finish`: a few tokens from now; `will_return`: seconds after its end. None:
+                nothing is known of it any more.
+        """
+        sequence.retention = retention
+        finishing = retention is not None and retention.about_to_finish
+        sequence.ends_at = len(self.tokens_of(sequence)) + NEARLY_DONE if finishing else 0
+        self._running.advise(sequence)
+
     def holds(self, sequence: Sequence) -> bool:
         """Whether it sleeps until `let_go_on`."""
         return sequence.id in self._held
@@ -303,10 +322,13 @@ class Scheduler:
         if row is None:
             return
         self._running.leave(sequence, row)
-        if keep:
-            sequence.sleeping = self.store.sleep(row, keep_tail=keep_tail)
+        advice = sequence.retention
+        if not keep:
+            self.store.close_row(row, retention=advice)
         else:
-            self.store.close_row(row)
+            sequence.sleeping = self.store.sleep(row, keep_tail=keep_tail)
+            if advice is not None:
+                self.store.retain(sequence.sleeping.names, advice)
         self._entrance.left(row)
 
     def _learn(self, step: Step, seconds: float) -> None:

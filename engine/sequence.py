@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kvstore.calls import LoadCalls
+from ..kvstore.policy import Retention
 from ..kvstore.session import SleepingSequence
 from ..kvstore.store import NamedPrompt
 from .sampler import SamplingParams
@@ -72,6 +73,8 @@ class Sequence:
         session: the caller's id of the conversation, or None.
         partial_at: a length at which the session slept with a partly filled last block, or None.
         priority: who has a higher one goes first, and is put to sleep last.
+        retention: what its caller told of its KV, or None.
+        ends_at: how many tokens it is to have at its end, as its caller told; 0: that is not told.
     """
 
     id: int
@@ -84,6 +87,10 @@ class Sequence:
     session: str | None = None
     partial_at: int | None = None
     priority: int = 0
+    retention: Retention | None = None
+    ends_at: int = 0
+    returns: bool = True
+    """Whether its session may come again."""
     state: SequenceState = SequenceState.WAITING
     row: int | None = None
     lookup: SessionLookup | None = None

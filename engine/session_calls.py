@@ -10,7 +10,7 @@ from ..kvstore.policy import Retention
 from ..kvstore.session import SleepingSequence
 from ..kvstore.store import TieredStore
 from ..tiers.errors import RequestError
-from ..tiers.settings import expect_seconds, expect_text
+from ..tiers.settings import expect_seconds, expect_text, expect_type
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .sessions import Sessions
@@ -123,19 +123,56 @@ class SessionCalls:
             seconds: None: it will not come; its blocks may go first.
 
         Returns:
-            how many blocks this is tried for.
+            how many blocks this is tried for at once. While a request of it is not finished it counts from
+            the end of that, too, and is thought of when somebody is to be put to sleep (`retain`).
         """
+        advice = None if seconds is None else Retention(will_return=expect_seconds("seconds", seconds))
         with self._driving("a session's return is told"):
-            sleeping = self._asleep(name, self._running(name))
-            if sleeping is None:
-                return 0
-            names = _blocks_of(sleeping)
-            if seconds is None:
-                host = self._store.host
-                return host.hint(names, wanted=False) if host is not None and names else 0
-            return self._store.retain(names, Retention(will_return=expect_seconds("seconds", seconds)))
+            return self._advise(name, advice)
+
+    def retain(self, name: str, retention: Retention) -> int:
+        """Advice on how long its blocks are worth keeping, and on whether its request is put to sleep.
+
+        Args:
+            retention: in place of what was told before. Of a request that is not finished `priority` makes
+                its sleep dearer or cheaper beside others of the same priority, ten more twice as dear;
+                `about_to_finish` says that it ends in a few tokens: it goes only where all others are about
+                to finish too, until it has gone on for longer than that; `will_return` counts from its end,
+                and makes its sleep dearer, too, by so much as the next turn is to come soon.
+
+        Returns:
+            as `expect`.
+
+        Raises:
+            ConfigError: it is no `Retention`.
+        """
+        retention = expect_type("retention", retention, Retention, "a Retention")
+        with self._driving("a session is advised on"):
+            return self._advise(name, retention)
+
+    def ended(self, sequence: Sequence) -> None:
+        """A request of a conversation has ended, and its KV sleeps."""
+        if not sequence.returns and sequence.sleeping is not None:
+            self._unwanted(sequence.sleeping)
 
     # Inside
+
+    def _advise(self, name: str, retention: Retention | None) -> int:
+        """What is known of a conversation, None: that it will not come again; as `expect`."""
+        running = self._running(name)
+        if running is not None:
+            running.returns = retention is not None
+            self._scheduler.advise(running, retention)
+        sleeping = self._asleep(name, running)
+        if sleeping is None or (running is not None and retention is None):
+            return 0
+        return (
+            self._unwanted(sleeping) if retention is None else self._store.retain(sleeping.names, retention)
+        )
+
+    def _unwanted(self, sleeping: SleepingSequence) -> int:
+        host = self._store.host
+        return host.hint(sleeping.names, wanted=False) if host is not None and sleeping.names else 0
 
     def _names(self) -> dict[str, Sequence | None]:
         running = {one.session: one for one in self._scheduler.unfinished if one.session is not None}
@@ -167,7 +204,7 @@ class SessionCalls:
         host = self._store.host
         if sleeping is None or host is None:
             return Prefetched(0, 0)
-        asked = host.hint(_blocks_of(sleeping), wanted=True)
+        asked = host.hint(sleeping.names, wanted=True)
         return Prefetched(asked, self._store.prefetch(sleeping))
 
     def _info(self, name: str, running: Sequence | None) -> SessionInfo:
@@ -183,7 +220,7 @@ class SessionCalls:
         sleeping = self._asleep(name, running)
         if sleeping is None:
             return self._counted(name, state, 0, 0, 0)
-        names = _blocks_of(sleeping)
+        names = sleeping.names
         near = sum(one in self._store.pool.index for one in names)
         below = [one for one in names if one not in self._store.pool.index]
         resident: int | None = 0
@@ -197,8 +234,3 @@ class SessionCalls:
         return SessionInfo(
             name, state, tokens, blocks * size, near * size, None if far is None else far * size
         )
-
-
-def _blocks_of(sleeping: SleepingSequence) -> list[bytes]:
-    """The names of its blocks, the partly filled one last."""
-    return [*sleeping.hashes, *([] if sleeping.partial is None else [sleeping.partial])]

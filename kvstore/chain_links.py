@@ -25,6 +25,8 @@ _SLOT: Final = (1 << _SLOT_BITS) - 1
 _NOT_TOLD: Final = 1
 """Stands for the block before one of which nobody said where in its chain it is: no block has this number."""
 _FIRST: Final = np.zeros(1, dtype=np.intp)
+_ONE: Final = np.ones(1, dtype=np.int32).tobytes()
+_NOBODY: Final = bytes(len(_ONE))
 
 
 class ChainLinks:
@@ -57,7 +59,8 @@ class ChainLinks:
 
     def any_here(self, slots: _Places) -> bool:
         """Whether one of these slots has a block."""
-        return bool(np.count_nonzero(self._self[slots]))
+        there = self._self[slots].tobytes()
+        return there != bytes(len(there))
 
     def join(
         self,
@@ -74,7 +77,8 @@ class ChainLinks:
         self._joined += 1
         mine = slots | (self._joined << _SLOT_BITS)
         self._self[slots] = mine
-        up = np.zeros(len(slots), dtype=np.int64)
+        up = np.empty(len(slots), dtype=np.int64)
+        up[0] = 0
         if parents[1:].tobytes() == names[:-1].tobytes():
             up[1:] = mine[:-1]
             self._children[slots[:-1]] = 1
@@ -105,9 +109,7 @@ class ChainLinks:
             outside = Counter(self._outside(up, up[:-1] == self._self[slots[1:]]))
         for parent, number in outside.items():
             self._children[parent] -= number
-        self._self[slots] = 0
-        self._up[slots] = 0
-        self._children[slots] = 0
+        self._self[slots] = self._up[slots] = self._children[slots] = 0
 
     def _outside(self, up: npt.NDArray[np.int64], inside: npt.NDArray[np.bool_]) -> list[int]:
         """The slots of the blocks that some slots follow, but for those that stand just after one of these.
@@ -121,10 +123,12 @@ class ChainLinks:
         is_here = self._self.item
         return [link & _SLOT for link in links if link > _SLOT and is_here(link & _SLOT) == link]
 
-    def follow(self, slots: _Places) -> npt.NDArray[np.bool_]:
-        """bool [n - 1]: which of these, but for the first, may hold what follows the block before."""
-        up = self._up[slots[1:]]
-        follow: npt.NDArray[np.bool_] = up == self._self[slots[:-1]]
+    def follow(self, slots: _Places) -> npt.NDArray[np.bool_] | None:
+        """bool [n - 1]: which of these but the first may hold what follows the block before; None: all."""
+        up, before = self._up[slots[1:]], self._self[slots[:-1]]
+        if up.tobytes() == before.tobytes():
+            return None
+        follow: npt.NDArray[np.bool_] = up == before
         if np.count_nonzero(follow) < len(follow):
             follow |= up == _NOT_TOLD
         return follow
@@ -140,9 +144,16 @@ class ChainLinks:
         Args:
             gone: how many of those that follow each slot's block are to go already; these will be among them.
         """
-        up = self._up[slots]
-        inside = up[:-1] == self._self[slots[1:]]
-        children = self._children[slots]
+        up, own, children = self._up[slots], self._self[slots], self._children[slots]
+        line = _NOBODY + _ONE * (len(slots) - 1)
+        if children.tobytes() == line and up[:-1].tobytes() == own[1:].tobytes():
+            # Nearly always: the end of a chain as it is.
+            link = up.item(-1)
+            parent = link & _SLOT
+            if link > _SLOT and self._self.item(parent) == link:
+                gone[parent] = gone.get(parent, 0) + 1
+            return slots
+        inside = up[:-1] == own[1:]
         if children.item(0) or np.count_nonzero(children[1:] != inside):
             children[1:] -= inside
             for at in children.nonzero()[0].tolist():

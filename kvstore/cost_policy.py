@@ -30,7 +30,7 @@ from .lineage import ShortHashes
 from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention, Weight, weights_of
 from .probation import Probation
 from .return_times import ReturnTimes
-from .runs import Parts, Places, Runs, Use, stretches
+from .runs import NO_USE, Parts, Places, Runs, Use, stretches
 from .victims import Going, Victims
 
 __all__ = ["CostPolicy"]
@@ -58,7 +58,10 @@ _NOTHING_FOUND: Final = _Found(np.empty(0, dtype=np.int32), _NONE, [])
 
 def _some_new(before: Parts) -> bool:
     """Whether slots of these stretches of standings are of no run."""
-    return 0 in [standing for _, _, standing in before]
+    for _, _, standing in before:  # noqa: SIM110  half of the time of `any`
+        if not standing:
+            return True
+    return False
 
 
 def _of_runs(before: Parts) -> Parts:
@@ -164,7 +167,8 @@ class CostPolicy:
     # Uses
 
     def found(self, ids: Ids) -> None:
-        self._settle()
+        if self._found is not None:
+            self._settle()
         if len(ids):
             at = ids.astype(np.intp)
             self._latest = at.item(-1)
@@ -187,15 +191,22 @@ class CostPolicy:
         places = ghosts.places(names)
         known = ghosts.known(names, places)
         behind, positions = 0, None
-        if np.count_nonzero(known):
-            like = runs.tagged(ghosts.tags[places] * known)
-            beyond = self._slots_of(names, ghosts.slots[places] * known)
+        if known is None or np.count_nonzero(known):
+            tags, slots = ghosts.tags[places], ghosts.slots[places]
+            if known is not None:
+                tags, slots = tags * known, slots * known
+            like = runs.tagged(tags)
+            beyond = self._slots_of(names, slots)
             stranded = beyond.nonzero()[0]
             if len(stranded):
                 # They are here, but something before them in their chain was not.
                 beyond = beyond[stranded] - 1
                 standing = runs.standing[beyond]
-                stranded, beyond, standing = (one[standing > 1] for one in (stranded, beyond, standing))
+                # In runs, and each once: names that begin alike lead to the same slot.
+                mine = np.zeros(len(beyond), dtype=np.bool_)
+                mine[np.unique(beyond, return_index=True)[1]] = True
+                mine &= (standing > 1) & ~np.isin(beyond, at)
+                stranded, beyond, standing = stranded[mine], beyond[mine], standing[mine]
                 like[stranded] = standing >> 1
                 at = np.concatenate([at, beyond])
                 before = before + [
@@ -217,7 +228,7 @@ class CostPolicy:
         parts = self._use(pieces, number + asked)
         for begin, end, run in parts:
             if end > number:
-                ghosts.tags[places[max(begin - number, 0) : end - number]] = runs.tag[run]
+                ghosts.tags[places[max(begin - number, 0) : end - number]] = runs.tag_of[run]
         ghosts.names[places] = names
         self._restamp(at, before, positions, parts)
 
@@ -243,25 +254,26 @@ class CostPolicy:
         """
         self._victims.changed()
         runs, times = self._runs, self._times
-        now = self._clock()
-        pieces = [(begin, end, run, runs.use(run)) for begin, end, run in before]
+        now, thinned = self._clock(), times.thinned
         new = path - (before[-1][1] if before else 0)
         turns, gap = 0, -1.0
-        if pieces:
-            _, known, _, deepest = pieces[-1]
+        if before:
+            _, known, run = before[-1]
+            deepest = runs.use(run)
             if 4 * known >= 3 * deepest.path or known >= deepest.path - 1 > 1:
                 turns, gap = deepest.turns + 1, now - deepest.last
         body = use_kinds.body(turns, new, gap)
         alike: list[tuple[int, Use]] = []
-        for begin, end, run, use in pieces:
-            if times.noted(run):
-                times.returned(now, use.last, use.kind, (end - begin) / use.path)
-            own = now - use.last
-            kind = body if turns and own >= gap / 4 else use_kinds.shared(own, use.uses)
-            held = use.until > now and use.favour > 0.0
-            favour, until = (use.favour, use.until) if held else (1.0, 0.0)
+        for begin, end, run in before:
+            last, kind, _, uses, length, favour, until, _ = runs.use(run)
+            if not thinned or times.noted(run):
+                times.returned(now, last, kind, (end - begin) / length)
+            own = now - last
+            kind = body if turns and own >= gap / 4 else use_kinds.shared(own, uses)
+            if not (until > now and favour > 0.0):
+                favour, until = 1.0, 0.0
             if not alike or alike[-1][1].kind != kind or alike[-1][1].until != until:
-                alike.append((begin, Use(now, kind, turns, use.uses + 1, path, favour, until)))
+                alike.append((begin, Use(now, kind, turns, uses + 1, path, favour, until, 0.0)))
         if new and (not alike or alike[-1][1].kind != body or alike[-1][1].until):
             alike.append((path - new, Use(now, body, turns, 1, path)))
         self._lookups += 1
@@ -271,12 +283,13 @@ class CostPolicy:
             begin, use = alike[-1]
             if begin == path - 1:
                 alike.pop()
-            alike.append((path - 1, use._replace(kind=end_kind)))
+            alike.append((path - 1, Use(now, end_kind, *use[2:])))
+        alike.append((path, NO_USE))
         parts = []
-        for (begin, use), end in zip(alike, [*(begin for begin, _ in alike[1:]), path], strict=True):
+        for (begin, use), (end, _) in pairwise(alike):
             run = runs.make(use)
             parts.append((begin, end, run))
-            if times.noted(run):
+            if not thinned or times.noted(run):
                 times.used(now, use.kind, (end - begin) / path)
         return parts
 
@@ -307,12 +320,12 @@ class CostPolicy:
             old = before[-1][2] >> 1
             runs.put(at, before, mine, ranked=False if hold else None)
             # What follows some of these in their chain must not be worth more than they.
-            if runs.held.item(old):
+            if runs.held_of[old]:
                 for _, _, run in mine:
-                    runs.rider[run] = runs.tag[old]
-            else:
+                    runs.rider_of[run] = runs.tag_of[old]
+            elif len(mine) > 1:
                 for (_, _, run), (_, _, following) in pairwise(mine):
-                    runs.rider[run] = runs.tag[following]
+                    runs.rider_of[run] = runs.tag_of[following]
         if len(mine) < len(parts):
             taken = {run for _, _, run in mine}
             for _, _, run in parts:
@@ -331,7 +344,7 @@ class CostPolicy:
         places = ghosts.places(names)
         known = ghosts.known(names, places)
         like = ghosts.tags[places]
-        if np.count_nonzero(known) < len(names):
+        if known is not None:
             like *= known
             ghosts.names[places], ghosts.tags[places] = names, like
         ghosts.slots[places] = at + 1
@@ -344,8 +357,8 @@ class CostPolicy:
         runs, links = self._runs, self._links
         like = self._like[at]
         follow = links.follow(at)
-        if len(stretches(like)) == 1 and np.count_nonzero(follow) == len(follow):
-            cuts = [0, len(at)]
+        if follow is None:
+            cuts = [*(begin for begin, _, _ in stretches(like)), len(at)]
         else:
             breaks = ((like[1:] != like[:-1]) | ~follow).nonzero()[0] + 1
             cuts = [0, *breaks.tolist(), len(at)]
@@ -362,14 +375,15 @@ class CostPolicy:
         for begin, _, made in parts:
             before = links.before(at.item(begin))
             if before is not None:
-                runs.rider[runs.standing.item(before) >> 1] = runs.tag[made]
+                runs.rider_of[runs.standing.item(before) >> 1] = runs.tag_of[made]
 
     # Ranking
 
     def insert(self, ids: Ids) -> None:
         if len(ids) == 0:
             return
-        self._settle()
+        if self._found is not None:
+            self._settle()
         self._victims.changed()
         at = ids.astype(np.intp)
         runs = self._runs
@@ -385,8 +399,8 @@ class CostPolicy:
         if self._demotions:
             # What was demoted, and used since, is as good as others.
             for _, _, one in before:
-                if runs.favour.item(one >> 1) == 0.0:
-                    runs.favour[one >> 1], runs.until[one >> 1] = 1.0, 0.0
+                if runs.favour_of[one >> 1] == 0.0:
+                    runs.advise(one >> 1, 1.0, 0.0)
         runs.rank(at, standing, before)
 
     def remove(self, ids: Ids) -> None:
@@ -411,11 +425,11 @@ class CostPolicy:
         self._victims.gone(going)
         runs, ghosts = self._runs, self._ghosts
         names = self._names[going.slots]
-        places = ghosts.places(names)
+        places = ghosts.places_once(names)
         ghosts.names[places] = names
         for begin, end, standing in going.before:
             run = standing >> 1
-            ghosts.tags[places[begin:end]] = runs.tag.item(run)
+            ghosts.tags[places[begin:end]] = runs.tag_of[run]
             early = runs.early.item(run)
             runs.went[run] = self._probation.went(
                 end - begin, runs.count, early=early > 0, proven=not runs.newcomer.item(run)
@@ -447,7 +461,8 @@ class CostPolicy:
 
     def wanted(self, facts: BlockFacts, room: int) -> npt.NDArray[np.bool_]:
         self._settle()
-        take = np.ones(len(facts), dtype=np.bool_)
+        take = np.empty(len(facts), dtype=np.bool_)
+        take.fill(True)
         room = max(0, room)
         need = len(facts) - room
         if need <= 0:
@@ -456,7 +471,9 @@ class CostPolicy:
         self._victims.stay_with(ranking)
         runs, ghosts, names = self._runs, self._ghosts, facts.names[room:]
         places = ghosts.places(names)
-        like = ghosts.tags[places] * ghosts.known(names, places)
+        like = ghosts.tags[places]
+        if (known := ghosts.known(names, places)) is not None:
+            like *= known
         first = self._times.worth
         most = self._probation.share * runs.count if ranking.newcomers_first else np.inf
         # How many go, in their order, before one that is worth more than who comes in its place.
@@ -465,14 +482,14 @@ class CostPolicy:
         worth, proven = 0.0, False
         for _, end, tag in stretches(like):
             run = runs.with_tag(tag)
-            mine = first.item(runs.kind.item(run) if run else use_kinds.UNKNOWN, 0)
+            mine = first.item(runs.kind_of[run] if run else use_kinds.UNKNOWN, 0)
             newcomer = not run or runs.newcomer.item(run)
             while at < end:
                 if gone <= at:
                     following = next(theirs, None)
                     if following is None:
                         return take
-                    gone += runs.idle.item(following[0])
+                    gone += runs.idle_of[following[0]]
                     proven, worth = not runs.newcomer.item(following[0]), following[1]
                 if mine < worth or (newcomer and proven and worth > 0.0 and room + at >= most):
                     take[room + at :] = False
@@ -505,7 +522,7 @@ class CostPolicy:
             made = runs.make(runs.use(before[0][2] >> 1)._replace(favour=0.0, until=np.inf))
             runs.put(at, before, [(0, len(at), made)])
             self._demotions += 1
-            runs.order[made] = -self._demotions
+            runs.order_of[made] = -self._demotions
         return len(at)
 
     def retain(self, ids: Ids, retention: Retention) -> None:
@@ -533,12 +550,12 @@ class CostPolicy:
         for begin, end, run in _of_runs(before):
             parts.append((begin, end, runs.make(runs.use(run)._replace(favour=favour, until=until, due=due))))
         orders = [
-            (made, runs.order.item(run))
+            (made, runs.order_of[run])
             for (_, _, made), (_, _, run) in zip(parts, _of_runs(before), strict=True)
         ]
         runs.put(at, before, parts)
         for made, order in orders:
-            runs.order[made] = order
+            runs.order_of[made] = order
 
     def check_integrity(self) -> None:
         self._settle()

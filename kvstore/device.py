@@ -67,8 +67,10 @@ class DeviceTier:
         costs: CostEstimates,
     ) -> None:
         self._costs = costs
-        ranks = make_policy(policy, blocks, losses=self._losses, weights=policy_weights)
+        ranks = make_policy(policy, 0, losses=self._losses, weights=policy_weights)
         self.arena = DeviceArena(layout.block_bytes, blocks, device)
+        # Once it is known that there is room for so many: what a policy keeps of each takes memory, too.
+        ranks.resize(blocks)
         self.pool = BlockPool(self.arena.slots, ranks, self._tell_removed)
         self.events = EventStream()
         self._space = space

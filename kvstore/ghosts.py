@@ -34,19 +34,34 @@ class Ghosts:
 
     def __init__(self, capacity: int) -> None:
         bits = max(_FEWEST.bit_length() - 1, (4 * capacity - 1).bit_length() if capacity else 0)
-        self.names: ShortHashes = np.zeros(1 << bits, dtype=np.uint64)
-        self.tags = np.zeros(1 << bits, dtype=np.int64)
-        self.slots = np.zeros(1 << bits, dtype=np.intp)
-        self._mask = (1 << bits) - 1
+        # Side by side: what is looked at of an entry is in one line of the processor's caches, mostly.
+        table = np.zeros((1 << bits, 3), dtype=np.int64)
+        self.names: ShortHashes = table[:, 0].view(np.uint64)
+        self.tags = table[:, 1]
+        self.slots = table[:, 2].view(np.intp)
+        self._mask = np.array((1 << bits) - 1)
+        self._asked = b""
+        self._places = np.zeros(0, dtype=np.intp)
+        """Those of the names that were asked for last, as bytes: a batch is asked for several times."""
 
     def places(self, names: ShortHashes) -> _Places:
-        """Which entry each of these has, if any."""
+        """Which entry each of these has, if any. It is not to be written to."""
+        asked = names.tobytes()
+        if asked != self._asked:
+            self._asked, self._places = asked, self.places_once(names)
+        return self._places
+
+    def places_once(self, names: ShortHashes) -> _Places:
+        """The same of names that are not asked for again soon."""
         places: _Places = names.view(np.intp) & self._mask
         return places
 
-    def known(self, names: ShortHashes, places: _Places) -> npt.NDArray[np.bool_]:
-        """bool [n]: which of these names are those of their entries."""
-        known: npt.NDArray[np.bool_] = self.names[places] == names
+    def known(self, names: ShortHashes, places: _Places) -> npt.NDArray[np.bool_] | None:
+        """bool [n]: which of these names are those of their entries; None: all of them."""
+        held = self.names[places]
+        if held.tobytes() == names.tobytes():
+            return None
+        known: npt.NDArray[np.bool_] = held == names
         return known
 
     def grown(self, capacity: int) -> Ghosts:

@@ -59,7 +59,7 @@ MOST_BLOCKS: Final = (1 << 31) - 1
 POLICY_GROUP: Final = "kvpager.policies"
 """The group of entry points that add policies."""
 MOST_PRIORITY: Final = 100
-DEFAULT_POLICY: Final = "lru"
+DEFAULT_POLICY: Final = "cost"
 """Of a tier for which nobody names another."""
 
 Ids: TypeAlias = npt.NDArray[np.int32]

@@ -68,15 +68,21 @@ class _Ring:
     """The latest rows of a table of floats."""
 
     def __init__(self, columns: int) -> None:
-        self._rows = np.empty((_KEPT, columns))
+        self._columns = np.empty((columns, _KEPT))
+        self._new: list[tuple[float, ...]] = []
+        """Rows that are not in `_columns` yet."""
         self.count = 0
 
     def add(self, *row: float) -> None:
-        self._rows[self.count % _KEPT] = row
+        self._new.append(row)
         self.count += 1
 
     def columns(self) -> _Floats:
-        return self._rows[: min(self.count, _KEPT)].T
+        new = self._new[-_KEPT:]
+        if new:
+            self._columns[:, np.arange(self.count - len(new), self.count) % _KEPT] = np.array(new).T
+            self._new.clear()
+        return self._columns[:, : min(self.count, _KEPT)]
 
 
 class ReturnTimes:
@@ -97,36 +103,43 @@ class ReturnTimes:
         self._lindy = np.maximum(lindy, _LITTLE)
         self._used = _Ring(3)
         self._returned = _Ring(4)
-        self._thinned = 0
-        """The share of uses that are noted is 2 to minus this."""
+        self.thinned = 0
+        """The share of uses that are noted is 2 to minus this; 0: all of them are."""
         self._late = np.inf
         """The age that nobody who returned had yet."""
         self._thin_next = _KEPT
         self._turned_at: float | None = None
         self._fit_next = _FIRST_FIT
+        self._look_next = 1
+        """The number of uses at which one of these is to be looked at."""
         self._horizon = 0
         """The bin of the age of the oldest observation."""
-        self.worth = np.empty((self._kinds, _BINS))
-        self._reckon(self._unseen(1.0))
+        self._fitted(self._unseen(1.0))
 
     def noted(self, number: int) -> bool:
         """Whether a use of this number is one that is noted: its return is to be told, too."""
-        return (number * 0x9E3779B1 & 0xFFFFFFFF) >> (32 - self._thinned) == 0
+        return (number * 0x9E3779B1 & 0xFFFFFFFF) >> (32 - self.thinned) == 0
 
     def used(self, now: float, kind: int, weight: float) -> None:
         """A use of this kind that is noted; the worth of places is reckoned anew when it is time."""
+        self._used.add(now, kind, weight)
+        if self._used.count >= self._look_next:
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        """See whether fewer uses are to be noted, and whether worth is to be reckoned anew."""
         if self._turned_at is None:
             self._turned_at = now
-        self._used.add(now, kind, weight)
         if self._used.count >= self._thin_next:
-            if now - self._turned_at < _SPAN and self._thinned < 24:
-                self._thinned += 1
+            if now - self._turned_at < _SPAN and self.thinned < 24:
+                self.thinned += 1
             self._turned_at = now
             self._thin_next += _KEPT
         if self._used.count >= self._fit_next:
             self.fit(now)
             more = self._used.count // _FIT_SHARE
             self._fit_next = self._used.count + max(_FIRST_FIT, min(_MOST_BETWEEN, more))
+        self._look_next = min(self._thin_next, self._fit_next)
 
     def returned(self, now: float, since: float, kind: int, weight: float) -> None:
         """What was used in this way then, and noted, is used again."""
@@ -135,9 +148,10 @@ class ReturnTimes:
     def index(self, kinds: _Kinds, ages: _Floats) -> _Floats:
         """Uses per second of a place: what blocks of these kinds and ages are worth."""
         bins = _bins(ages)
-        worth: _Floats = self.worth[kinds, bins]
+        table = self.worth
+        worth: _Floats = table[kinds, bins]
         part = np.minimum((ages - _EDGES[bins]) / _WIDTHS[bins], 1.0)
-        worth += part * (self.worth[kinds, np.minimum(bins + 1, _BINS - 1)] - worth)
+        worth += part * (table[kinds, np.minimum(bins + 1, _BINS - 1)] - worth)
         late = np.flatnonzero(ages > self._late)
         if len(late):
             # Nobody returned so late: these go before all others, the oldest first.
@@ -181,7 +195,7 @@ class ReturnTimes:
             chance = np.minimum(chance * (members.T @ more), 0.9)
             near = _NEAR
         self._horizon = int(_bins(now - times.min()))
-        self._reckon(np.maximum(chance, 1e-9))
+        self._fitted(np.maximum(chance, 1e-9))
 
     def _unseen(self, scale: float) -> _Floats:
         """The chance of a return within each bin where nothing was seen, [kinds, bins].
@@ -195,17 +209,31 @@ class ReturnTimes:
         unseen: _Floats = 1.0 - still**power
         return unseen
 
-    def _reckon(self, chance: _Floats) -> None:
-        """`worth` from the chance of a return within each bin, [kinds, bins], of who got to it."""
+    def _fitted(self, chance: _Floats) -> None:
+        """This is the chance of a return within each bin, [kinds, bins], of who got to it."""
         self._return: list[float] = (1.0 - np.prod(1.0 - chance[:, : self._horizon + 1], axis=1)).tolist()
-        # By bins, then kinds: so the most over bins is taken of all kinds at a time.
+        self._chance = chance
+        self._worth: _Floats | None = None
+
+    @property
+    def worth(self) -> _Floats:
+        """What a place is worth where each bin begins, [kinds, bins]; reckoned where it is asked for."""
+        if self._worth is None:
+            self._worth = self._reckoned(self._chance)
+        return self._worth
+
+    def _reckoned(self, chance: _Floats) -> _Floats:
+        """What a place is worth, from the chance of a return within each bin."""
+        # By bins, then kinds: so the most over bins is taken of all kinds at a time. From the last bin on,
+        # since of who gets to a bin some are used in it, and the rest do as those who get to the next one.
         chance = chance.T.copy()
         held = _WIDTHS[:, None] * (1.0 - chance / 2)
-        left = np.ones_like(chance)
-        for start in range(_BINS):
-            # Of those that got to this bin, not of all there were, of whom next to none may be left.
-            left[start] = 1.0
-            np.cumprod(1.0 - chance[start:-1], axis=0, out=left[start + 1 :])
-            uses = np.cumsum(left[start:] * chance[start:], axis=0)
-            taken = np.cumsum(left[start:] * held[start:], axis=0)
-            self.worth[:, start] = (uses / taken).max(axis=0)
+        uses, taken = np.zeros_like(chance), np.zeros_like(chance)
+        worth = np.empty_like(chance)
+        for start in reversed(range(_BINS)):
+            still = 1.0 - chance[start]
+            for until, here in ((uses[start:], chance[start]), (taken[start:], held[start])):
+                until *= still
+                until += here
+            (uses[start:] / taken[start:]).max(axis=0, out=worth[start])
+        return worth.T.copy()

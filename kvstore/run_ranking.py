@@ -102,11 +102,11 @@ class RunRanking:
 
     def holds(self, now: float) -> bool:
         """Whether it need not be made anew. Passes over what has gone from its front."""
-        idle, order = self._table.idle, self._table.order
+        idle, order = self._table.idle_of, self._table.order_of
         entries = self._entries
         while self._at < len(entries):
             run, known, _ = entries[self._at]
-            if idle.item(run) and order.item(run) == known:
+            if idle[run] and order[run] == known:
                 return self._at < self._may_go and self.fresh(now)
             self._at += 1
         return False
@@ -117,8 +117,8 @@ class RunRanking:
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
         """Each run that was not used since, and what it was worth."""
-        idle, order = self._table.idle, self._table.order
+        idle, order = self._table.idle_of, self._table.order_of
         for at in range(self._at, len(self._entries)):
             run, known, worth = self._entries[at]
-            if idle.item(run) and order.item(run) == known:
+            if idle[run] and order[run] == known:
                 yield run, worth

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..tiers.errors import IntegrityError
 
-__all__ = ["Parts", "Places", "Runs", "Standings", "Use", "stretches"]
+__all__ = ["NO_USE", "Parts", "Places", "Runs", "Standings", "Use", "stretches"]
 
 Places = npt.NDArray[np.intp]
 """intp [n]: slots, or runs, as indices."""
@@ -43,9 +43,6 @@ _FIELDS: Final = {
     "spot": np.int64,
     "last": np.float64,
     "kind": np.int64,
-    "turns": np.int64,
-    "uses": np.int64,
-    "path": np.int64,
     "favour": np.float64,
     "until": np.float64,
     "due": np.float64,
@@ -66,13 +63,21 @@ def stretches(values: npt.NDArray[np.int64]) -> Parts:
     number = len(values)
     if number == 0:
         return []
-    # As bytes they are compared in a third of the time.
-    if values[1:].tobytes() == values[:-1].tobytes():
-        return [(0, number, values.item(0))]
-    ends = ((values[1:] != values[:-1]).nonzero()[0] + 1).tolist()
-    begins = [0, *ends]
-    ends.append(number)
-    return list(zip(begins, ends, values[begins].tolist(), strict=True))
+    # As bytes they are compared in a fifth of the time. Nearly always all are alike, or one at an end is not.
+    raw, size = values.tobytes(), values.itemsize
+    first, last = values.item(0), values.item(-1)
+    others = number - 1
+    if raw[size:] == raw[-size:] * others:
+        return [(0, number, last)] if first == last else [(0, 1, first), (1, number, last)]
+    if raw[:-size] == raw[:size] * others:
+        return [(0, others, first), (others, number, last)]
+    found: Parts = []
+    begin = 0
+    for end in (values[1:] != values[:-1]).nonzero()[0].tolist():
+        found.append((begin, end + 1, values.item(begin)))
+        begin = end + 1
+    found.append((begin, number, last))
+    return found
 
 
 class Use(NamedTuple):
@@ -103,6 +108,10 @@ class Use(NamedTuple):
         return self.uses == 1 and self.turns == 0 and self.favour <= 1.0 and self.due == 0.0
 
 
+NO_USE: Final = Use(0.0, 0)
+"""Stands for that of none."""
+
+
 class Runs:
     """Which slots are of which run. Run 0 stands for none.
 
@@ -113,10 +122,13 @@ class Runs:
     Per run, beside what `Use` has: `tag`, of which no other run has the same; `start` and `stop`, its entries
     of the log, others' among them; `held`, how many slots it has; `idle`, how many of these are ranked;
     `order`, when the last of them became so, of which no other has the same; `spot`, where it stands in
-    `candidates`, plus one; `rider`, the tag of a run whose blocks follow some of these, or 0;
-    `newcomer`, 1 of what never came back; `early`, 1 if it was to go though others were worth
-    less; `went`, what to tell `Probation` when it is
-    asked for; `since`, how many slots had been taken out when it was made.
+    `candidates`, plus one; `rider`, the tag of a run whose blocks follow some of these, or 0; `newcomer`, 1
+    of what never came back; `early`, 1 if it was to go though others were worth less; `went`, what to tell
+    `Probation` when it is asked for; `since`, how many slots had been taken out when it was made. What of
+    `Use` is asked for of one run at a time only is in no array.
+
+    Of most of these there is a view, named `tag_of` and so on: of a run by itself it is read and written in a
+    third of the time.
     """
 
     tag: _Tags
@@ -128,9 +140,6 @@ class Runs:
     spot: npt.NDArray[np.int64]
     last: npt.NDArray[np.float64]
     kind: npt.NDArray[np.int64]
-    turns: npt.NDArray[np.int64]
-    uses: npt.NDArray[np.int64]
-    path: npt.NDArray[np.int64]
     favour: npt.NDArray[np.float64]
     until: npt.NDArray[np.float64]
     due: npt.NDArray[np.float64]
@@ -139,6 +148,19 @@ class Runs:
     early: npt.NDArray[np.int64]
     went: npt.NDArray[np.int64]
     since: npt.NDArray[np.int64]
+    tag_of: memoryview[int]
+    start_of: memoryview[int]
+    stop_of: memoryview[int]
+    held_of: memoryview[int]
+    idle_of: memoryview[int]
+    order_of: memoryview[int]
+    spot_of: memoryview[int]
+    last_of: memoryview[float]
+    kind_of: memoryview[int]
+    favour_of: memoryview[float]
+    until_of: memoryview[float]
+    due_of: memoryview[float]
+    rider_of: memoryview[int]
 
     def __init__(self, capacity: int) -> None:
         self.standing: Standings = np.zeros(capacity, dtype=np.int64)
@@ -152,6 +174,8 @@ class Runs:
         """Those of them that never came back."""
         for name, kind in _FIELDS.items():
             setattr(self, name, np.zeros(1, dtype=kind))
+        self._uses = [NO_USE]
+        """Of each run what is known of its last use."""
         self._pool = np.zeros(1, dtype=np.intp)
         self._pooled = 0
         self._free: deque[int] = deque()
@@ -179,26 +203,25 @@ class Runs:
             self._grow(max(_SPARE, len(self.tag) // 2))
         run = self._free.popleft()
         self._made += 1
-        self.tag[run] = self._made << _RUN_BITS | run
-        self.last[run], self.kind[run], self.turns[run] = use.last, use.kind, use.turns
-        self.uses[run], self.path[run], self.due[run] = use.uses, use.path, use.due
-        self.favour[run], self.until[run], self.rider[run] = use.favour, use.until, 0
+        self.tag_of[run] = self._made << _RUN_BITS | run
+        self._uses[run] = use
+        self.last_of[run], self.kind_of[run], _, _, _, favour, until, due = use
+        self.until_of[run], self.rider_of[run] = until, 0
+        if until:
+            self.favour_of[run], self.due_of[run] = favour, due
         self.newcomer[run], self.early[run], self.went[run] = use.newcomer, 0, 0
         self.since[run] = self.gone
         return run
 
     def use(self, run: int) -> Use:
         """What is known of its last use."""
-        return Use(
-            self.last.item(run),
-            self.kind.item(run),
-            self.turns.item(run),
-            self.uses.item(run),
-            self.path.item(run),
-            self.favour.item(run),
-            self.until.item(run),
-            self.due.item(run),
-        )
+        return self._uses[run]
+
+    def advise(self, run: int, favour: float, until: float) -> None:
+        """By what its worth is multiplied from now on, and till when."""
+        self._uses[run] = self._uses[run]._replace(favour=favour, until=until)
+        self.due_of[run] = self._uses[run].due
+        self.favour_of[run], self.until_of[run] = favour, until
 
     def tagged(self, tags: _Tags) -> Places:
         """The runs that have these tags; 0 for a run that is not there any more, and for none."""
@@ -209,12 +232,15 @@ class Runs:
     def with_tag(self, tag: int) -> int:
         """The run that has this tag; 0 likewise."""
         run = tag & _RUN
-        return run if self.tag.item(run) == tag else 0
+        return run if self.tag_of[run] == tag else 0
 
     def _grow(self, more: int) -> None:
         before = len(self.tag)
         for name, kind in _FIELDS.items():
-            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more, dtype=kind)]))
+            grown = np.concatenate([getattr(self, name), np.zeros(more, dtype=kind)])
+            setattr(self, name, grown)
+            setattr(self, f"{name}_of", grown.data)
+        self._uses += [NO_USE] * more
         self._pool = np.concatenate([self._pool, np.zeros(more, dtype=np.intp)])
         self._free.extend(range(before, before + more))
 
@@ -240,10 +266,19 @@ class Runs:
         ranked = idle > 0 if ranked is None else ranked
         self.count += number * ranked - idle
         first = self._append(slots)
-        for begin, end, run in reversed(parts):
-            self.start[run], self.stop[run], self.held[run] = first + begin, first + end, end - begin
-            self.standing[slots if end - begin == number else slots[begin:end]] = 2 * run + ranked
-            if ranked:
+        # Nearly always they are of one run, or all but the last one are.
+        whole = True
+        for begin, end, run in parts:
+            self.start_of[run], self.stop_of[run], self.held_of[run] = first + begin, first + end, end - begin
+            if whole:
+                self.standing[slots] = 2 * run + ranked
+                whole = False
+            elif end - begin == 1:
+                self.standing[slots.item(begin)] = 2 * run + ranked
+            else:
+                self.standing[slots[begin:end]] = 2 * run + ranked
+        if ranked:
+            for begin, end, run in reversed(parts):
                 self._come_to_rank(run, end - begin)
 
     def _put_mixed(self, slots: Places, parts: Parts) -> None:
@@ -251,7 +286,7 @@ class Runs:
         ranked = self.standing[slots] & 1
         first = self._append(slots)
         for begin, end, run in reversed(parts):
-            self.start[run], self.stop[run], self.held[run] = first + begin, first + end, end - begin
+            self.start_of[run], self.stop_of[run], self.held_of[run] = first + begin, first + end, end - begin
             self.standing[slots[begin:end]] = ranked[begin:end] + 2 * run
             idle = int(np.count_nonzero(ranked[begin:end]))
             if idle:
@@ -272,7 +307,10 @@ class Runs:
         counted = np.arange(1, number + 1)
         self.tag[runs] = (self._made + counted) << _RUN_BITS | runs
         for name, value in use._asdict().items():
-            getattr(self, name)[runs] = value
+            if name in _FIELDS:
+                getattr(self, name)[runs] = value
+        for run in runs.tolist():
+            self._uses[run] = use
         self.rider[runs] = self.early[runs] = self.went[runs] = 0
         self.newcomer[runs] = use.newcomer
         self.since[runs] = self.gone
@@ -311,7 +349,7 @@ class Runs:
         self.standing[slots] = 0
         if ends:
             for begin, end, standing in before:
-                self.stop[standing >> 1] -= end - begin
+                self.stop_of[standing >> 1] -= end - begin
 
     def _leave(self, before: Parts) -> int:
         """Slots of these stretches of standings are of their runs no more; how many of them were ranked."""
@@ -322,9 +360,9 @@ class Runs:
                 number = end - begin
                 if standing & 1:
                     ranked += number
-                    self._count_idle(run, -number)
-                held = self.held.item(run) - number
-                self.held[run] = held
+                    self._leave_rank(run, number)
+                held = self.held_of[run] - number
+                self.held_of[run] = held
                 if held == 0:
                     self._free.append(run)
         return ranked
@@ -344,36 +382,40 @@ class Runs:
     def hold(self, slots: Places) -> None:
         """These may not go."""
         standing = self.standing[slots]
-        for begin, end, value in stretches(standing):
+        before = stretches(standing)
+        for begin, end, value in before:
             if value & 1:
                 self.count -= end - begin
-                self._count_idle(value >> 1, begin - end)
-        self.standing[slots] = standing & -2
+                self._leave_rank(value >> 1, end - begin)
+        self.standing[slots] = standing & -2 if len(before) > 1 else before[0][2] & -2
 
     def _come_to_rank(self, run: int, more: int) -> None:
         """So many more of its slots are ranked, just now."""
-        self._count_idle(run, more)
+        before = self.idle_of[run]
+        self.idle_of[run] = before + more
         self._order += 1
-        self.order[run] = self._order
-
-    def _count_idle(self, run: int, more: int) -> None:
-        """So many more of its slots are ranked."""
-        before = self.idle.item(run)
-        self.idle[run] = before + more
+        self.order_of[run] = self._order
         if self.newcomer.item(run):
             self.newcomers += more
         if before == 0:
             self._pool[self._pooled] = run
             self._pooled += 1
-            self.spot[run] = self._pooled
-        elif before + more == 0:
+            self.spot_of[run] = self._pooled
+
+    def _leave_rank(self, run: int, fewer: int) -> None:
+        """So many fewer of its slots are ranked."""
+        idle = self.idle_of[run] - fewer
+        self.idle_of[run] = idle
+        if self.newcomer.item(run):
+            self.newcomers -= fewer
+        if idle == 0:
             # The last one fills the gap.
-            spot = self.spot.item(run)
+            spot = self.spot_of[run]
             self._pooled -= 1
             last = self._pool.item(self._pooled)
             self._pool[spot - 1] = last
-            self.spot[last] = spot
-            self.spot[run] = 0
+            self.spot_of[last] = spot
+            self.spot_of[run] = 0
 
     def ends(self, runs: Places) -> Places:
         """A slot of each, its last one as a rule."""
@@ -381,9 +423,9 @@ class Runs:
 
     def last_ranked(self, run: int, most: int) -> Places:
         """The ranked slots at its end, up to so many, the last one first, up to one that is not."""
-        start, stop = self.start.item(run), self.stop.item(run)
+        start, stop = self.start_of[run], self.stop_of[run]
         entries = self._log[max(start, stop - most) : stop]
-        if self.idle.item(run) == stop - start:
+        if self.idle_of[run] == stop - start:
             return entries[::-1]
         standing = self.standing[entries]
         if np.count_nonzero(standing == 2 * run + 1) == len(entries):
@@ -391,7 +433,7 @@ class Runs:
         own, at = self._own(run)
         if len(own) < len(entries) or own[-1] != entries[-1]:
             # What stands behind the last of its slots is passed once.
-            self.stop[run] = at.item(-1) + 1
+            self.stop_of[run] = at.item(-1) + 1
         own = own[::-1][:most]
         there = self.standing[own] & 1
         return own if there.all() else own[: int(there.argmin())]
@@ -406,7 +448,7 @@ class Runs:
 
     def _own(self, run: int) -> tuple[Places, Places]:
         """The slots of a run in their order, and which entries of the log these are."""
-        start, stop = self.start.item(run), self.stop.item(run)
+        start, stop = self.start_of[run], self.stop_of[run]
         entries = self._log[start:stop]
         at = (self.standing[entries] >> 1 == run).nonzero()[0]
         return entries[at], at + start

@@ -78,6 +78,11 @@ class SleepingSequence:
     places: Places
 
     @property
+    def names(self) -> list[bytes]:
+        """The names of its blocks, the partly filled one last, if it was kept."""
+        return [*self.hashes, *([] if self.partial is None else [self.partial])]
+
+    @property
     def partial_block(self) -> PartialBlock | None:
         """The partly filled last block, where there is one."""
         return PartialBlock(self.partial, self.length) if self.partial is not None else None

@@ -237,6 +237,11 @@ class SlotRecords:
                 after = None if start is None else start.after(hashes[:found])
                 self._policy.missed(BlockFacts.of_chain(hashes[found:], after))
 
+    def hinted(self, hashes: Sequence[bytes]) -> None:
+        """Advice that these leading blocks will be used soon: the resident ones count as just used."""
+        if self._policy.learns and len(slots := self.resident(hashes)):
+            self._policy.found(slots)
+
     def retain(self, slots: Ids, retention: Retention) -> None:
         """Advice on these committed blocks."""
         if self._policy.learns and len(slots):

@@ -596,6 +596,7 @@ class HostSpace(SlotSpace):
             loads = bool(load.missing) and has_cold and shared.hints_under_way < _MOST_HINTS
             count = len(hashes) if loads else resident
             shared.stats.hinted_wanted += count
+            self._records.hinted(hashes[:resident])
             self._retain(hashes, retention)
             if loads:
                 shared.hints_under_way += 1

@@ -61,9 +61,9 @@ _log = logging.getLogger(__name__)
 _MOST_UNPLACED: Final = 64
 """Sleepers whose copies are looked for: they are made within moments, or there is no room for them."""
 
-LoadPays: TypeAlias = Callable[[Sequence[Run], Sequence[bytes]], bool]
-"""Says whether a load pays: what is there of a prompt, of which the last run may be in the cold tier, and the
-names of that run's blocks."""
+LoadPays: TypeAlias = Callable[[Sequence[Run], Sequence[bytes]], int]
+"""Says how many blocks it pays to load, 0: none. It is given what is there of a prompt, of which the last run
+may be in the cold tier, and the names of that run's blocks."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class TieredStore:
         """Start bringing a prompt's blocks up from the cold tier to host memory, ahead of `open_named`.
 
         Args:
-            pays: is asked whether to; None: load whatever is there.
+            pays: is asked how far to; None: load whatever is there.
 
         Returns:
             the load to wait for; None where everything is near, there is nothing below, or it does not pay.
@@ -318,8 +318,10 @@ class TieredStore:
             resident = self.host.count_resident(names[near:]) or 0
             beyond = names[near + resident :]
             runs = (Tier.DEVICE, near), (Tier.HOST, resident), (Tier.COLD, len(beyond))
-            if beyond and not pays(runs, beyond):
-                return None
+            if beyond:
+                if not (count := pays(runs, beyond)):
+                    return None
+                names = names[: near + resident + count]
         # What comes after a partly filled block in this list does not in its chain.
         start = ChainPlace.at(names, near) if column >= len(hashes) else None
         return self.host.start_load(names[near:], start=start)
@@ -363,10 +365,18 @@ class TieredStore:
             self._tails.shared[[row, other]] = True
         return other
 
-    def close_row(self, row: int) -> None:
-        """The sequence is over. Its full blocks stay cached; its row and the rest are free."""
+    def close_row(self, row: int, *, retention: Retention | None = None) -> None:
+        """The sequence is over. Its full blocks stay cached; its row and the rest are free.
+
+        Args:
+            retention: advice on how long these are worth keeping, or None.
+        """
         self._check_row(row)
+        full = int(self.lengths[row]) // self.layout.block_size
+        names = [] if retention is None else list(self._chains.hashes(row)[:full])
         self._close_row(row)
+        if retention is not None:
+            self.retain(names, retention)
 
     def _close_row(self, row: int) -> None:
         self._attacher.let_go(row, self.table.row(row))
@@ -723,14 +733,13 @@ class TieredStore:
 
     def private_blocks(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Device blocks that each row alone holds, int64 [n]: what is free when it sleeps. For a few rows."""
-        counts = self.table.counts[rows]
-        words = self.table.words[rows, : int(counts.max(initial=0))]
-        there = np.arange(words.shape[1]) < counts[:, None]
-        there &= (words & FAR) == 0
-        private = np.zeros(words.shape, dtype=np.bool_)
-        private[there] = self.pool.refs[self._device.blocks_at(words[there])] == 1
-        blocks: npt.NDArray[np.int64] = private.sum(axis=1, dtype=np.int64)
-        return blocks
+        counts = np.empty(len(rows), dtype=np.int64)
+        for at, row in enumerate(rows.tolist()):
+            words = self.table.row(row)
+            if self._far is not None and self._far.counts[row]:
+                words = words[(words & FAR) == 0]
+            counts[at] = np.count_nonzero(self.pool.refs[self._device.blocks_at(words)] == 1)
+        return counts
 
     def read_in_place(self, rows: npt.NDArray[np.int64]) -> int:
         """How many blocks of host memory a step of these rows reads where they lie; a shared one counts once.

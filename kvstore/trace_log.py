@@ -25,7 +25,6 @@ import gzip
 import json
 import logging
 import os
-import queue
 import secrets
 import threading
 import time
@@ -42,6 +41,7 @@ from ..tiers.errors import ConfigError
 from ..tiers.layout import KVLayout
 from ..tiers.settings import expect_integer, expect_path
 from .lineage import ChainPlace, ShortHashes, shortened
+from .siphash import KEY_BYTES, siphash
 
 __all__ = ["LOG_KEY", "LOG_VERSION", "MOST_TRACE_BYTES", "TraceLog"]
 
@@ -54,10 +54,11 @@ MOST_TRACE_BYTES: Final = 1 << 30
 """Where a log ends if nobody says otherwise."""
 _LEAST_BYTES: Final = 1 << 16
 _NAME_BYTES: Final = 8
-_KEY_BYTES: Final = 16
 _MOST_WAITING: Final = 1 << 20
-"""Blocks that may wait for the thread that writes, which names a million a second; events beyond are lost."""
+"""Blocks that may wait for the thread that writes, which names millions a second; what is beyond is lost."""
 _IDLE_SECONDS: Final = 1.0
+_GATHER_SECONDS: Final = 0.05
+"""For how long events are gathered before they are written together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +86,41 @@ class _Put:
     depths: npt.NDArray[np.int32]
 
 
+class _Names:
+    """Names of blocks of one space that are to be written, and are keyed together.
+
+    Args:
+        key: of the space.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._parts: list[ShortHashes] = []
+        self._text = ""
+        self._taken = 0
+
+    def ask(self, names: ShortHashes) -> None:
+        """These are to be written."""
+        self._parts.append(names)
+
+    def name(self) -> None:
+        """What was asked for can be taken."""
+        hashed = siphash(np.concatenate(self._parts).astype(np.uint64), self._key)
+        self._text, self._taken = hashed.astype(">u8").tobytes().hex(), 0
+        self._parts.clear()
+
+    def take(self, count: int) -> str:
+        """What the log calls the next `count` blocks, in the order in which they were asked for."""
+        begin = self._taken
+        self._taken = end = begin + 2 * _NAME_BYTES * count
+        return self._text[begin:end]
+
+
 class TraceLog:
     """Writes the log in a thread of its own: whoever is served only hands it what happened.
+
+    The thread gathers events for a moment and names their blocks together, so that it takes little of the
+    time of whoever is served.
 
     Where the thread does not keep up, events are lost; where the file reaches its size or cannot be
     written, the log ends. The file says so, and a warning does.
@@ -104,14 +138,18 @@ class TraceLog:
         self._most = expect_integer("trace_bytes", most_bytes, _LEAST_BYTES)
         self._file = _new_file(self.path)
         self._began = time.monotonic()
-        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._key = secrets.token_bytes(KEY_BYTES)
         self._spaces: dict[bytes, int] = {}
+        self._names: list[_Names] = []
+        """Of each space."""
         self._written = 0
         self._ended = False
         self._lost = 0
         self._blocks_waiting = 0
         self._counting = threading.Lock()
-        self._waiting: queue.SimpleQueue[_LookUp | _Put | None] = queue.SimpleQueue()
+        self._waiting: list[_LookUp | _Put] = []
+        self._there_are_some = threading.Event()
+        self._closing = threading.Event()
         self._write({LOG_KEY: LOG_VERSION, "started": time.time()})
         self._thread = threading.Thread(target=self._run, name="kvpager-trace", daemon=True)
         self._thread.start()
@@ -180,7 +218,8 @@ class TraceLog:
     def close(self) -> None:
         """Write what was handed over, and close the file. Idempotent."""
         if self._thread.is_alive():
-            self._waiting.put(None)
+            self._closing.set()
+            self._there_are_some.set()
             self._thread.join()
 
     def _hand_over(self, event: _LookUp | _Put) -> None:
@@ -190,31 +229,48 @@ class TraceLog:
                 self._lost += 1
                 return
             self._blocks_waiting += count
-        self._waiting.put(event)
+            self._waiting.append(event)
+            if len(self._waiting) == 1:
+                self._there_are_some.set()
 
     # In the thread
 
     def _run(self) -> None:
-        while True:
-            try:
-                event = self._waiting.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
+        closing = False
+        while not closing:
+            if not self._there_are_some.wait(_IDLE_SECONDS):
                 self._flush()
                 continue
-            if event is None:
-                break
-            self._tell_lost(event.at)
-            if isinstance(event, _LookUp):
-                self._write_look_up(event)
-            else:
-                self._write_put(event)
+            closing = self._closing.wait(_GATHER_SECONDS)
+            self._there_are_some.clear()
             with self._counting:
-                self._blocks_waiting -= len(event.hashes)
+                events, self._waiting = self._waiting, []
+            if events:
+                self._write_events(events)
+                with self._counting:
+                    self._blocks_waiting -= sum(len(event.hashes) for event in events)
+                self._tell_lost(events[-1].at)
         self._tell_lost(time.monotonic())
         try:
             self._file.close()
         except OSError as error:
             self._end(f"cannot be written: {error.strerror}")
+
+    def _write_events(self, events: list[_LookUp | _Put]) -> None:
+        numbers = [self._number(event.space, event.layout) for event in events]
+        for number, event in zip(numbers, events, strict=True):
+            if isinstance(event, _LookUp):
+                self._ask_for_look_up(self._names[number], event)
+            else:
+                self._names[number].ask(shortened(event.hashes))
+                self._names[number].ask(event.parents)
+        for number in set(numbers):
+            self._names[number].name()
+        for number, event in zip(numbers, events, strict=True):
+            if isinstance(event, _LookUp):
+                self._write_look_up(number, event)
+            else:
+                self._write_put(number, event)
 
     def _tell_lost(self, at: float) -> None:
         with self._counting:
@@ -222,35 +278,41 @@ class TraceLog:
         if lost:
             self._write({"t": self._since(at), "lost": lost})
 
-    def _write_look_up(self, event: _LookUp) -> None:
-        place = event.start
-        number = self._number(event.space, event.layout)
+    def _ask_for_look_up(self, names: _Names, event: _LookUp) -> None:
+        names.ask(shortened(event.hashes))
+        if event.start is not None and event.start.depth > 1:
+            names.ask(shortened([event.start.before]))
+
+    def _write_look_up(self, number: int, event: _LookUp) -> None:
+        place, names = event.start, self._names[number]
         line: dict[str, Any] = {
             "t": self._since(event.at),
             "space": number,
-            event.kind: self._names(number, shortened(event.hashes)),
+            event.kind: names.take(len(event.hashes)),
             "found": event.found,
             "depth": 0 if place is None else place.depth,
         }
         if place is not None and place.depth > 1:
-            line["parent"] = self._names(number, shortened([place.before]))
+            line["parent"] = names.take(1)
         self._write(line)
 
-    def _write_put(self, event: _Put) -> None:
+    def _write_put(self, number: int, event: _Put) -> None:
         """A line for each run of blocks that follow each other."""
-        names, parents, depths = shortened(event.hashes), event.parents, event.depths
-        follows = (parents[1:] == names[:-1]) & (depths[1:] == depths[:-1] + 1) & (depths[:-1] > 0)
-        cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(names)]
-        number = self._number(event.space, event.layout)
+        parents, depths = event.parents, event.depths
+        follows = (parents[1:] == shortened(event.hashes)[:-1]) & (depths[1:] == depths[:-1] + 1)
+        follows &= depths[:-1] > 0
+        cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(parents)]
+        size = 2 * _NAME_BYTES
+        named, before = (self._names[number].take(len(parents)) for _ in range(2))
         for first, end in pairwise(cuts):
             line = {
                 "t": self._since(event.at),
                 "space": number,
-                "put": self._names(number, names[first:end]),
+                "put": named[size * first : size * end],
                 "depth": int(depths[first]),
             }
             if parents[first]:
-                line["parent"] = self._names(number, parents[first : first + 1])
+                line["parent"] = before[size * first : size * (first + 1)]
             self._write(line)
 
     def _since(self, at: float) -> float:
@@ -260,19 +322,10 @@ class TraceLog:
         number = self._spaces.get(space)
         if number is None:
             number = self._spaces[space] = len(self._spaces)
+            salt = number.to_bytes(_NAME_BYTES, "little")
+            self._names.append(_Names(blake2b(digest_size=KEY_BYTES, key=self._key, salt=salt).digest()))
             self._write({"space": number, "block_size": layout.block_size, "block_bytes": layout.block_bytes})
         return number
-
-    def _names(self, space: int, names: ShortHashes) -> str:
-        """What the log calls blocks of a space, one after the other."""
-        raw, size = names.astype("<u8").tobytes(), _NAME_BYTES
-        keyed = blake2b(digest_size=size, key=self._key, salt=space.to_bytes(size, "little"))
-        named = []
-        for at in range(0, len(raw), size):
-            one = keyed.copy()
-            one.update(raw[at : at + size])
-            named.append(one.hexdigest())
-        return "".join(named)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._ended:

@@ -130,7 +130,7 @@ class Victims:
                 ranking = self._compared(
                     self._clock(), everything=True, newcomers_first=ranking.newcomers_first
                 )
-        at = slots[0] if len(slots) == 1 else np.concatenate([_NONE, *slots])
+        at = slots[0] if len(slots) == 1 else np.concatenate(slots or [_NONE])
         return Going(at, parts, parents, blocked)
 
     def gone(self, going: Going) -> None:

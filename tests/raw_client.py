@@ -53,8 +53,8 @@ _M = TypeVar("_M", bound=Message)
 
 
 def names(first: int, count: int) -> tuple[bytes, ...]:
-    """Hashes that are told apart by a number."""
-    return tuple(number.to_bytes(16, "big") for number in range(first, first + count))
+    """Hashes that are told apart by a number, and by their first bytes, as digests are."""
+    return tuple(number.to_bytes(16, "little") for number in range(first, first + count))
 
 
 def hello(

@@ -274,7 +274,8 @@ def test_what_host_memory_has_too_is_not_lost_with_its_copy(server: AdminServer,
 def test_an_eviction_is_tried_before_it_is_done(server: AdminServer, engine: Connection) -> None:
     hashes = store_prompt(engine, prompt(12, 6), tenant="evicts")
     engine.flush()
-    assert server.ask("POST", "/v1/evict", "operate", json={}).status_code == 409
+    for nothing in ({}, {"everything": False}, {"spaces": [], "dry_run": True}):
+        assert server.ask("POST", "/v1/evict", "operate", json=nothing).status_code == 422
     assert server.ask("POST", "/v1/evict", "operate", json={"tenant": "unheard of"}).status_code == 404
     would = server.operate("POST", "/v1/evict", {"tenant": "evicts", "dry_run": True})
     assert would == {"dry_run": True, "blocks": 6, "bytes": 6 * BLOCK, "lost_blocks": 0}
@@ -371,6 +372,32 @@ def test_settings_are_changed_whole_and_only_as_they_were_seen(server: AdminServ
     again = server.ask("PATCH", "/v1/config", "operate", json=before, headers=tag)
     assert again.json()["config"] == before
     assert server.operate("PUT", "/v1/policy", {"policy": before["policy"]})["changed"] == {}
+
+
+def test_a_weight_that_can_never_be_is_unprocessable_and_one_of_another_policy_a_conflict(
+    server: AdminServer,
+) -> None:
+    def status(**asked: object) -> int:
+        return server.ask("PATCH", "/v1/config", "operate", json=asked).status_code
+
+    before = server.get("/v1/config")
+    server.operate("PUT", "/v1/policy", {"policy": "lru"})
+    for asked, code in (
+        ({"policy_weights": {"no_such": 1.0}}, 422),
+        ({"policy_weights": {"small_share": 7.0}}, 422),
+        ({"policy_weights": {"small_share": 0.2, "prior": 8.0}}, 422),
+        ({"policy": "lru", "policy_weights": {"small_share": 0.2}}, 422),
+        ({"policy": "s3fifo", "policy_weights": {"small_share": 0.0}}, 422),
+        ({"retention_ttl": 0}, 422),
+        ({"retention_ttl": 1e300}, 422),
+        ({"policy_weights": {"small_share": 0.2}}, 409),
+        ({"policy": "s3fifo", "policy_weights": {"small_share": 0.2}}, 200),
+        ({"policy_weights": {"small_share": 0.3}}, 200),
+    ):
+        assert status(**asked) == code, asked
+    assert server.ask("PUT", "/v1/policy", "operate", json={"policy": "none"}).status_code == 422
+    server.operate("PATCH", "/v1/config", before)
+    assert server.get("/v1/config") == before
 
 
 def test_a_sidecar_is_drained_and_takes_blocks_again(server: AdminServer, engine: Connection) -> None:

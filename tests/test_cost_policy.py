@@ -263,7 +263,7 @@ def test_a_conversation_that_was_evicted_is_known_when_it_comes_back() -> None:
     assert isinstance(policy, CostPolicy)
     tier.request(500.0, chain(1, 20))
     run = policy._runs.standing[tier.slots[chain(1, 20)[0]]] >> 1
-    assert policy._runs.turns[run] == 4
+    assert policy._runs.use(run).turns == 4
 
 
 def facts_of(chains: int, length: int, *, placed: bool) -> BlockFacts:

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvpager.engine.llm import LLM
+from kvpager.engine.preemption import NEARLY_DONE
 from kvpager.engine.sampler import SamplingParams
-from kvpager.engine.sequence import FinishReason, Sequence
+from kvpager.engine.sequence import FinishReason, Sequence, SequenceState
 from kvpager.engine.waking import Swap
+from kvpager.kvstore.policy import Retention
 from kvpager.tests.engine_cases import (
     SIZE,
     Case,
@@ -196,6 +198,67 @@ def test_sessions_that_are_expected_back_are_kept_before_those_that_are_not(
     assert len(llm.sessions) == 4
     with pytest.raises(ConfigError, match="seconds"):
         llm.sessions.expect("a", -1.0)
+
+
+@pytest.mark.parametrize(
+    "advice",
+    [Retention(about_to_finish=True), Retention(priority=50), Retention(will_return=1.0)],
+    ids=["about to finish", "of a priority", "back soon"],
+)
+@pytest.mark.parametrize("told", ["with the request", "while it runs"])
+def test_who_is_worth_more_by_advice_is_not_put_to_sleep_while_another_may_be(
+    make_llm: MakeLLM, prompts: list[list[int]], advice: Retention, told: str
+) -> None:
+    def preemptions(retention: Retention | None) -> list[int]:
+        llm = make_llm(device_blocks=ROOM - 18)
+        short = [prompt[: PROMPT - 9] for prompt in prompts[:4]]
+        early = retention if told == "with the request" else None
+        running = [llm.submit(one, PARAMS, session=str(at)) for at, one in enumerate(short[:3])]
+        running.append(llm.submit(short[3], PARAMS, session="3", retention=early))
+        while not (llm.scheduler.preemptions or any(one.finished_at for one in running)):
+            if retention is not None and early is None and running[3].row is not None:
+                assert llm.sessions.retain("3", retention) == 0
+            llm.step()
+        slept = [one.preemptions for one in running]
+        finish(llm, running)
+        return slept
+
+    assert preemptions(None) == [0, 0, 0, 1], "of equals the youngest goes"
+    assert preemptions(advice)[3] == 0
+
+
+def test_who_goes_on_past_the_end_that_was_told_is_as_others_again(
+    make_llm: MakeLLM, prompts: list[list[int]]
+) -> None:
+    llm = make_llm(device_blocks=200)
+    told = llm.submit(prompts[0], replace(PARAMS, max_tokens=100), session="a")
+    llm.step()
+    assert told.state is SequenceState.DECODING
+    llm.sessions.retain("a", Retention(about_to_finish=True))
+    seen = []
+    for _ in range(NEARLY_DONE + 1):
+        seen.append(llm.scheduler.remaining(told))
+        llm.step()
+    assert seen[:2] == [NEARLY_DONE, NEARLY_DONE - 1]
+    generated = len(llm.scheduler.tokens_of(told)) - told.num_prompt
+    assert llm.scheduler.remaining(told) == 100 - generated > NEARLY_DONE
+    finish(llm, [told])
+
+
+def test_what_is_told_of_a_session_whose_request_runs_holds_for_its_blocks_when_that_ends(
+    make_llm: MakeLLM, prompts: list[list[int]]
+) -> None:
+    llm = make_llm(device_blocks=200)
+    assert llm.host is not None
+    for name, seconds in (("a", 30.0), ("b", None)):
+        before = llm.host.stats.hinted_wanted, llm.host.stats.hinted_unwanted
+        running = llm.submit(prompts[0], PARAMS, session=name)
+        llm.step()
+        assert llm.sessions.expect(name, seconds) == 0
+        assert (llm.host.stats.hinted_wanted, llm.host.stats.hinted_unwanted) == before
+        finish(llm, [running])
+        wanted, unwanted = llm.host.stats.hinted_wanted, llm.host.stats.hinted_unwanted
+        assert (wanted > before[0], unwanted > before[1]) == (seconds is not None, seconds is None)
 
 
 def test_waste_is_what_is_allocated_and_holds_nothing(make_llm: MakeLLM, prompts: list[list[int]]) -> None:

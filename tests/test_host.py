@@ -176,6 +176,7 @@ def test_a_reservation_tells_what_is_new_present_pending_or_denied() -> None:
 
 def test_what_the_policy_does_not_find_worth_a_place_is_counted_by_itself_and_not_waited_for() -> None:
     with HostStore(EXTENT, extent_bytes=EXTENT, policy="cost") as host:
+        assert host.arena.wait_ready(1, timeout=30.0)
         space = host.space(SMALL, tenant="anna")
         assert put(space, 0, 4) == 4
         space.hint(names(0, 4), wanted=True, retention=Retention(priority=100))

@@ -92,6 +92,50 @@ def test_nothing_in_use_goes_leaves_go_before_roots_and_the_books_agree(
     assert again.hits == tier.hits
 
 
+@pytest.mark.parametrize("name", ["cost", "lru"])
+@given(
+    requests=st.lists(
+        st.tuples(st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True), st.booleans()),
+        max_size=30,
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_blocks_whose_names_begin_alike_are_each_ranked_once(
+    name: str, requests: list[tuple[list[int], bool]]
+) -> None:
+    """Twelve blocks of three names, one of which is that of none, in a tier of eight."""
+    clock = Clock()
+    policy = make_policy(name, 8, clock=clock)
+    held: dict[int, int] = {}
+    free = list(range(8))
+
+    def facts(blocks: list[int]) -> BlockFacts:
+        names = np.array([block % 3 for block in blocks], np.uint64)
+        return BlockFacts(names, np.array([0, *names[:-1]], np.uint64), np.arange(len(names), dtype=np.int32))
+
+    for blocks, purge in requests:
+        clock.now += 1.0
+        count = next((at for at, block in enumerate(blocks) if block not in held), len(blocks))
+        found, rest = blocks[:count], [block for block in blocks[count:] if block not in held]
+        if found:
+            policy.found(ids([held[block] for block in found]))
+        policy.missed(facts(blocks[count:]))
+        policy.remove(ids([held[block] for block in found]))
+        if rest:
+            gone = policy.evict(len(rest) - len(free)).tolist() if len(rest) > len(free) else []
+            held = {block: one for block, one in held.items() if one not in gone}
+            free += gone
+            new = [free.pop() for _ in rest]
+            policy.admit(ids(new), facts(rest))
+            held.update(zip(rest, new, strict=True))
+        policy.insert(ids([held[block] for block in (found + rest)[::-1]]))
+        if purge and blocks[-1] in held:
+            policy.forget(ids([held[blocks[-1]]]))
+            free.append(held.pop(blocks[-1]))
+        policy.check_integrity()
+        assert sorted(policy.coldest(9).tolist()) == sorted(held.values())
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_root_goes_after_blocks_that_came_to_it_later(name: str) -> None:
     tier = Tier(make_policy(name, 12), 12)

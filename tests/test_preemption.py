@@ -6,10 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kvpager.engine.pace import Pace
-from kvpager.engine.preemption import LEAST_STEPS, NEARLY_DONE, Candidates, cheapest_sleep
+from kvpager.engine.preemption import LEAST_STEPS, NEARLY_DONE, Candidates, advised_weight, cheapest_sleep
 from kvpager.engine.turns import LEAST_STRETCH, Turns
 from kvpager.kvstore.cost import ComputeCost, CostModel, LinkCost
 from kvpager.kvstore.cost_estimates import CostEstimates
+from kvpager.kvstore.policy import Retention
 
 COST = CostModel(
     block_size=16,
@@ -24,20 +25,22 @@ UNKNOWN = CostEstimates(16, 1 << 20).model
 class Running:
     """Sequences with the facts that a test is about; the rest is alike, and the first one came first."""
 
-    def __init__(self, count: int, **facts: list[int]) -> None:
+    def __init__(self, count: int, **facts: list[int] | list[float]) -> None:
         defaults = {
             "priorities": [0] * count,
             "lengths": [1600] * count,
             "blocks": [100] * count,
             "remaining": [200] * count,
             "steps": [1000] * count,
-            "slept": [0] * count,
+            "weights": [1] * count,
             "private": [100] * count,
         }
         arrays = {name: np.array(values, dtype=np.int64) for name, values in {**defaults, **facts}.items()}
         self._private = arrays.pop("private")
+        weights = np.array(facts.get("weights", [1] * count), dtype=np.float64)
+        del arrays["weights"]
         at = np.arange(count, dtype=np.int64)
-        self.candidates = Candidates(rows=at, ids=at + 1, **arrays)
+        self.candidates = Candidates(rows=at, ids=at + 1, weights=weights, **arrays)
         self.looked_at = 0
 
     def victim(self, *, cost: CostModel = COST, below: bool = True) -> int:
@@ -64,10 +67,17 @@ def test_who_shares_its_blocks_frees_little() -> None:
     assert Running(3, private=[2, 100, 2]).victim() == 1
 
 
-def test_what_is_private_is_counted_for_a_few_only() -> None:
+def test_what_is_private_is_counted_for_one_and_for_a_few_more_only_where_that_may_change_who_goes() -> None:
     running = Running(1000)
     running.victim()
+    assert running.looked_at == 1
+    running = Running(1000, remaining=[*[200] * 999, 220], private=[*[100] * 999, 2])
+    assert running.victim() != 999
     assert 1 < running.looked_at <= 8
+    # Cheapest of all also with half of its blocks.
+    running = Running(1000, remaining=[*[50] * 999, 220], private=[*[100] * 999, 50])
+    assert running.victim() == 999
+    assert running.looked_at == 1
 
 
 def test_who_is_about_to_finish_stays_while_another_may_go() -> None:
@@ -97,9 +107,24 @@ def test_who_was_put_to_sleep_before_is_dearer_each_time() -> None:
     victims = []
     slept = [0, 0, 0, 0]
     for _ in range(6):
-        victims.append(Running(4, slept=slept).victim())
+        victims.append(Running(4, weights=[advised_weight(one, None) for one in slept]).victim())
         slept[victims[-1]] += 1
     assert sorted(victims) == [1, 1, 2, 2, 3, 3]
+
+
+def test_advice_of_a_priority_makes_sleep_twice_as_dear_or_cheap_for_each_ten() -> None:
+    weights = [advised_weight(0, Retention(priority=priority)) for priority in (0, 10, -10, 25)]
+    assert weights == pytest.approx([1.0, 2.0, 0.5, 2**2.5])
+    assert advised_weight(3, Retention(priority=10)) == pytest.approx(2 * advised_weight(3, None))
+    assert Running(4, weights=weights).victim() == 2
+    # It is a price: who frees four times as much for as little goes all the same.
+    assert Running(2, weights=[1.0, 2.0], remaining=[60, 240]).victim() == 1
+
+
+def test_who_is_to_return_soon_is_dearer_than_who_returns_late_or_who_knows_when() -> None:
+    soon, late, never = (advised_weight(0, Retention(will_return=after)) for after in (1.0, 3600.0, None))
+    assert 2 >= soon > late > never == 1.0
+    assert Running(3, weights=[soon, late, soon]).victim() == 1
 
 
 def test_where_nothing_below_keeps_it_a_long_prompt_is_dear() -> None:

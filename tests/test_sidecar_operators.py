@@ -162,7 +162,7 @@ def test_the_status_says_which_sidecar_it_is_and_what_is_set(tmp_path: Path) -> 
         assert values["records"] == f"{serve.arena}.records"
         assert Path(values["records"]).exists()
         assert values["config"] == {
-            "policy": "lru",
+            "policy": "cost",
             "clean_ahead": 0.25,
             "cold_deadline": 5.0,
             "quotas": {"anna": 1 << 20, "*": 2 << 20},
@@ -670,13 +670,13 @@ def test_weights_are_those_of_the_policy_and_go_with_it(running: Running, operat
 
     before = order()
     weights = {"small_share": 0.2}
-    with pytest.raises(ConfigError, match="policy_weights: 'lru' has no weight"):
+    with pytest.raises(ConfigError, match="policy_weights: 'cost' has no weight"):
         operator.call(Configure({"policy_weights": weights}))
     changed = operator.call(
         Configure({"policy": "s3fifo", "policy_weights": weights, "retention_ttl": 60}), Configured
     ).changed
     assert changed == {
-        "policy": ("lru", "s3fifo"),
+        "policy": ("cost", "s3fifo"),
         "policy_weights": ({}, weights),
         "retention_ttl": (600.0, 60.0),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import subprocess
 import time
@@ -13,73 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from kvpager import connect, connect_async
 from kvpager.tests.redis_servers import RedisServer
 from kvpager.tests.serve_process import ServeProcess
+from kvpager.tests.vllm_models import prompt, save_adapter, save_model
 from kvpager.tests.vllm_process import Engine, require_vllm
 
 BLOCK = 32
-WORDS = 512
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("vllm")]
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(WORDS) for _ in range(length)]
 
 
 PROMPTS = [prompt(1, 200), prompt(2, 333), prompt(3, 97)]
 CACHEABLE = [192, 320, 96]
 """Tokens of their full blocks."""
-
-
-def save_model(folder: Path, seed: int) -> Path:
-    """A tiny random Llama whose answers differ with what it attends to."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def save_adapter(folder: Path, seed: int) -> Path:
-    """A random LoRA for it."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(3):
-        for name, width in (("q_proj", 128), ("v_proj", 64)):
-            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{at}.lora_A.weight"] = torch.randn(8, 128, generator=generator)
-            weights[f"{at}.lora_B.weight"] = torch.randn(width, 8, generator=generator)
-    save_file(weights, folder / "adapter_model.safetensors")
-    values = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": ["q_proj", "v_proj"],
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(values))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +54,20 @@ def poison(sidecar: ServeProcess) -> None:
 def test_a_prompt_is_computed_once_by_engines_that_come_and_go_and_what_is_stored_is_what_is_read(
     tmp_path: Path, model: Path, sidecar: ServeProcess
 ) -> None:
-    with Engine(tmp_path, model) as plain, Engine(tmp_path, model, url_of(sidecar)) as first:
-        expected = plain.ready().ask("generate", prompts=PROMPTS)["tokens"]
-        cold = first.ready().ask("generate", prompts=PROMPTS)
+    # Both import vLLM at the same time; the second one has an engine only when the first one is gone.
+    with Engine(tmp_path) as first, Engine(tmp_path) as second:
+        expected = first.ready().open(model).ask("generate", prompts=PROMPTS)["tokens"]
+        first.open(model, url_of(sidecar))
+        cold = first.ask("generate", prompts=PROMPTS)
         assert (cold["tokens"], cold["cached"]) == (expected, [0, 0, 0])
         assert first.ask("reset")
         again = first.ask("generate", prompts=PROMPTS)
         assert (again["tokens"], again["cached"]) == (expected, CACHEABLE)
         assert first.count("hit_tokens_host") == sum(CACHEABLE)
         assert first.count("loaded_blocks") == first.count("stored_blocks") == sum(CACHEABLE) // BLOCK
-    with Engine(tmp_path, model, url_of(sidecar)) as second:
-        fresh = second.ready().ask("generate", prompts=PROMPTS)
+        first.close()
+        second.ready().open(model, url_of(sidecar))
+        fresh = second.ask("generate", prompts=PROMPTS)
         assert (fresh["tokens"], fresh["cached"]) == (expected, CACHEABLE)
         assert second.count("stored_blocks") == 0
         assert second.ask("reset")
@@ -134,7 +83,7 @@ def test_a_release_of_vllm_that_is_not_supported_is_told_in_one_sentence(tmp_pat
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
     links = Path(__file__).resolve().parents[1] / ".links"
     ended = subprocess.run(
-        [require_vllm(), "-c", "import kvpager.api.integrations.vllm"],
+        [require_vllm(), "-c", "from kvpager.api.integrations.vllm import KVPagerConnector"],
         env={"PYTHONPATH": f"{tmp_path}:{links}", "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,

@@ -2,8 +2,10 @@
 
     python vllm_engine.py '{"model": ..., "url": ...}'
 
-The options are those of ``LLM``; without ``url`` it has no connector. Each line of standard input is a map of
-``call`` and its arguments; each answer a line of standard output after the mark.
+The options are those of ``LLM``; without ``url`` it has no connector, without any there is none yet. Each
+line of standard input is a map of ``call`` and its arguments, each answer a line of standard output after
+the mark.
+``open`` makes another engine in this process and forgets the one before: vLLM takes long to import.
 """
 
 from __future__ import annotations
@@ -36,6 +38,19 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"url": url, **options.pop("extra", {})},
             }
+        events = options.pop("events", None)
+        self._events: Any = None
+        if events is not None:
+            import zmq
+
+            options["kv_events_config"] = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": events,
+            }
+            self._events = zmq.Context().socket(zmq.SUB)
+            self._events.setsockopt(zmq.SUBSCRIBE, b"")
+            self._events.connect(events)
         usual = {
             "skip_tokenizer_init": True,
             "enforce_eager": True,
@@ -69,24 +84,94 @@ class Engine:
             "cached": [one.num_cached_tokens for one in done],
         }
 
-    def reset(self) -> bool:
+    def reset(self, connector: bool = False) -> bool:
         """vLLM forgets its own prefix cache, once what is being stored is stored."""
         for _ in range(_MOST_STEPS):
-            if bool(self._llm.reset_prefix_cache()):
+            if bool(self._llm.reset_prefix_cache(reset_connector=connector)):
                 return True
             self._llm.llm_engine.step()
         return False
+
+    def events(self) -> list[dict[str, Any]]:
+        """What vLLM has published of blocks beyond its own memory, since the last time."""
+        import msgspec
+        from vllm.distributed.kv_events import KVEventBatch
+
+        found: list[dict[str, Any]] = []
+        while self._events.poll(1000):
+            _, _, payload = self._events.recv_multipart()
+            batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+            for event in batch.events:
+                if getattr(event, "medium", None) == "CPU":
+                    kind = type(event).__name__
+                    hashes = [one.hex() if isinstance(one, bytes) else one for one in event.block_hashes]
+                    found.append({"kind": kind, "hashes": hashes, "tokens": getattr(event, "token_ids", [])})
+        return found
 
     def metrics(self) -> dict[str, float]:
         return {one.name: one.value for one in self._llm.get_metrics() if hasattr(one, "value")}
 
 
+class Pieces:
+    """Of the connector, without an engine."""
+
+    def names(self, tokens: list[int], media: list[list[Any]], salt: str | None = None) -> list[str]:
+        """The names of a request's blocks of 16 tokens; media: modality, hash, offset, length."""
+        from kvpager.api.integrations.vllm.naming import RequestNames
+        from vllm import SamplingParams
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+        from vllm.v1.request import Request
+
+        features = [
+            MultiModalFeatureSpec(
+                data=None,
+                modality=kind,
+                identifier=digest,
+                mm_position=PlaceholderRange(offset=offset, length=length),
+            )
+            for kind, digest, offset, length in media
+        ]
+        params = SamplingParams(max_tokens=1)
+        params.update_from_generation_config({})
+        request = Request("one", tokens, params, None, mm_features=features, cache_salt=salt)
+        return [name.hex() for name in RequestNames(request, 16, bytes(16)).first(len(tokens) // 16)]
+
+    def refusal(self, **extra: Any) -> str:
+        """What is said of settings that are refused."""
+        from kvpager.api.integrations.vllm.settings import ConnectorSettings
+        from kvpager.tiers.errors import ConfigError
+
+        try:
+            ConnectorSettings.of(extra)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def spaces(self, ranks: list[list[list[int]]]) -> list[str]:
+        """The spaces of ranks of one layout, each (of pipelines, of tensors), each rank and of how many."""
+        from kvpager import KVLayout
+        from kvpager.api.integrations.vllm.working import shard_name
+        from kvpager.kvstore.hashing import space_id
+
+        layout = KVLayout(2, 1, 64, 16, "uint8", "opaque:test", planes=1)
+        pairs = ((tuple(pipeline), tuple(tensor)) for pipeline, tensor in ranks)
+        return [space_id(layout, shard_name(*pair)).hex() for pair in pairs]  # type: ignore[arg-type]
+
+
 def main() -> None:
-    engine = Engine(json.loads(sys.argv[1]))
+    import vllm  # noqa: F401
+
+    options = json.loads(sys.argv[1])
+    engine: Engine | Pieces = Engine(options) if options else Pieces()
     answer("ready")
     for line in sys.stdin:
         values = json.loads(line)
-        answer(getattr(engine, values.pop("call"))(**values))
+        call = values.pop("call")
+        if call == "open":
+            engine = Engine(values)
+            answer("ready")
+        else:
+            answer(getattr(engine, call)(**values))
     sys.stdout.flush()
     os._exit(0)  # the engine's own threads take seconds to end
 

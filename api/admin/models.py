@@ -10,9 +10,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from ...kvstore.policy import DEFAULT_POLICY, policy_names
+from ...kvstore.policy import DEFAULT_POLICY, check_weights, known_weights, policy_names
+from ...tiers.errors import ConfigError
 from ...tiers.settings import MOST_SECONDS
 
 __all__ = [
@@ -547,11 +548,28 @@ class PrefixMoved(_Answer):
     )
 
 
+_RESTRICTIONS: Final[list[Any]] = [
+    {"required": [name], "properties": {name: said}}
+    for name, said in (
+        ("tenant", {"type": "string"}),
+        ("spaces", {"minItems": 1}),
+        ("prefixes", {"minItems": 1}),
+        ("older_than_seconds", {"type": "number"}),
+        ("most_bytes", {"type": "integer"}),
+        ("everything", {"const": True}),
+    )
+]
+"""What a request to evict says at least, one of these."""
+
+
 class EvictRequest(_Body):
     """What is to go. Every restriction that is given holds; one is needed, or `everything`."""
 
     model_config = ConfigDict(
-        json_schema_extra={"examples": [{"tenant": "acme", "older_than_seconds": 3600, "dry_run": True}]}
+        json_schema_extra={
+            "examples": [{"tenant": "acme", "older_than_seconds": 3600, "dry_run": True}],
+            "anyOf": _RESTRICTIONS,
+        }
     )
 
     tier: Literal["host", "cold"] = Field("host", description="where it is to go from")
@@ -568,6 +586,13 @@ class EvictRequest(_Body):
     )
     everything: bool = Field(False, description="no restriction is meant")
     dry_run: bool = Field(False, description="say what would go, and do nothing")
+
+    @model_validator(mode="after")
+    def _is_restricted(self) -> EvictRequest:
+        restricted = self.tenant or self.spaces or self.prefixes or self.older_than_seconds or self.most_bytes
+        if not (restricted or self.everything):
+            raise ValueError("nothing restricts what is to go: say what, or `everything`")
+        return self
 
 
 class Evicted(_Answer):
@@ -723,10 +748,38 @@ class Config(_Answer):
     log_level: str = Field(examples=["warning"])
 
 
+def _weights_of(policy: str) -> dict[str, Any]:
+    """The schema of a change of settings whose weights this policy takes."""
+    try:
+        known = known_weights(policy)
+    except ConfigError:  # it cannot be imported
+        known = {}
+    bounds: dict[str, Any] = {
+        name: {
+            "type": "number",
+            "exclusiveMinimum" if weight.above else "minimum": weight.least,
+            "maximum": weight.most,
+        }
+        for name, weight in known.items()
+    }
+    weights = {"type": "object", "properties": bounds, "additionalProperties": False}
+    return {
+        "properties": {
+            "policy": {"enum": [policy, None]},
+            "policy_weights": {"anyOf": [weights, {"type": "null"}]},
+        }
+    }
+
+
 class ConfigChange(_Body):
     """What is to change, all of it or nothing; what is not named stays."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"clean_ahead": 0.5}]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"clean_ahead": 0.5}],
+            "anyOf": [_weights_of(name) for name in policy_names()],
+        }
+    )
 
     policy: PolicyName | None = None
     clean_ahead: float | None = Field(None, ge=0, le=1, strict=True)
@@ -742,6 +795,18 @@ class ConfigChange(_Body):
     )
     retention_ttl: float | None = Field(None, gt=0, le=MOST_SECONDS, strict=True, description="seconds")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+
+    @model_validator(mode="after")
+    def _some_policy_takes_the_weights(self) -> ConfigChange:
+        problems = []
+        for name in policy_names() if self.policy is None else [self.policy]:
+            try:
+                check_weights(name, self.policy_weights)
+            except ConfigError as error:
+                problems.append(str(error))
+            else:
+                return self
+        raise ValueError("; ".join(problems))
 
 
 class ConfigChanged(_Answer):

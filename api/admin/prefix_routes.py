@@ -249,9 +249,6 @@ async def demote(
 @router.post("/evict", responses=documented(401, 403, 404, 409, 413, 422, 503))
 async def evict(asked: EvictRequest, admin: AdminHere) -> Evicted:
     """Let blocks go."""
-    restricted = asked.tenant or asked.spaces or asked.prefixes
-    if not (restricted or asked.older_than_seconds or asked.most_bytes or asked.everything):
-        raise HTTPException(HTTPStatus.CONFLICT, "nothing restricts what is to go: say what, or `everything`")
     await _refuse_unknown(admin, asked)
     if asked.tier == "cold":
         await admin.refuse_without_cold()

@@ -79,8 +79,8 @@ async def set_config(
 ) -> ConfigChanged:
     """Set something otherwise, all of it at once or nothing. It does not outlive the sidecar.
 
-    409 where `policy_weights` are not those of the policy that is asked for, or else of the one in force, or
-    out of its bounds.
+    422 where `policy_weights` are not those of the policy that is asked for, or out of its bounds, or no
+    policy's; 409 where no policy is asked for, and they are those of another one than is in force.
     """
     async with admin.configuring:
         if if_match is not None:
@@ -92,7 +92,7 @@ async def set_config(
         except ConfigError as error:
             if not error.setting.startswith("policy_weights"):
                 raise
-            # The schema does not say which weights suit which policy: that depends on how things are.
+            # Some policy takes them: it depends on how things are.
             raise HTTPException(HTTPStatus.CONFLICT, str(error)) from error
     response.headers["ETag"] = _etag_of(changed.config)
     return changed

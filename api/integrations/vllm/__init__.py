@@ -5,10 +5,24 @@ a worker's half copies (`working` over `pages`); `metadata` is what they say to 
 they count, `link` the sidecar, which may be absent.
 """
 
-from .supported import check_vllm
+from __future__ import annotations
 
-check_vllm()
+from typing import TYPE_CHECKING, Any
 
-from .connector import KVPagerConnector  # noqa: E402  (vLLM's interface differs where it is not supported)
+if TYPE_CHECKING:
+    from .connector import KVPagerConnector as KVPagerConnector
 
 __all__ = ["KVPagerConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    """The connector when it is asked for: what copies, `pages`, is of use and measured without a vLLM."""
+    if name != "KVPagerConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .supported import check_vllm
+
+    # vLLM's interface differs where it is not supported.
+    check_vllm()
+    from .connector import KVPagerConnector
+
+    return KVPagerConnector

@@ -6,15 +6,15 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from ....kvstore.handles import Lease
 from ....kvstore.lineage import ChainPlace
 from ....tiers.errors import KVPagerError
 from ...remote_space import RemoteSpace
+from ..link import SidecarLink
 from .identity import ChainRoots
-from .link import SidecarLink
 from .metadata import ShardMetadata
 from .naming import RequestNames
 
@@ -128,6 +128,7 @@ class Lookups:
         self._log = log
         self._shards: Sequence[ShardMetadata] = ()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvpager-lookup")
+        self._namer = ThreadPoolExecutor(1, thread_name_prefix="kvpager-name")
         self._answered = threading.Condition()
         self._under_way = 0
 
@@ -148,6 +149,10 @@ class Lookups:
         self._threads.submit(self._run, lookup)
         return lookup
 
+    def name(self, names: RequestNames, blocks: int) -> Future[list[bytes]]:
+        """The names of the leading `blocks` blocks, made in a thread that waits for nothing else."""
+        return self._namer.submit(names.first, blocks)
+
     def wait_a_little(self, seconds: float) -> None:
         """Wait for an answer, so many seconds at most."""
         with self._answered:
@@ -157,6 +162,7 @@ class Lookups:
     def close(self) -> None:
         """Ask nothing more, and wait for what is being asked."""
         self._threads.shutdown(cancel_futures=True)
+        self._namer.shutdown(cancel_futures=True)
 
     def _run(self, lookup: Lookup) -> None:
         found, from_cold, leases = 0, 0, list[Lease]()
@@ -183,7 +189,7 @@ class Lookups:
         self._name_the_rest(lookup)
 
     def _name_the_rest(self, lookup: Lookup) -> None:
-        """So that the scheduler's thread does not have to when it stores the prompt."""
+        """The scheduler's thread stores the prompt when it has its names, and makes few itself."""
         if lookup.names is not None:
             lookup.names.first(lookup.request.num_prompt_tokens // self._block_size)
 

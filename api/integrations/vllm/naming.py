@@ -41,8 +41,16 @@ class RequestNames:
         self._lock = threading.Lock()
         self._media = _media_by_block(request, block_size)
 
+    @property
+    def known(self) -> int:
+        """How many blocks have their names. Does not wait."""
+        return len(self._names)
+
     def first(self, blocks: int) -> list[bytes]:
-        """The names of the first `blocks` blocks, 16 bytes each; their tokens are known."""
+        """The names of the first `blocks` blocks, 16 bytes each; their tokens are known.
+
+        Waits for another thread that makes some.
+        """
         with self._lock:
             done = len(self._names)
             if done < blocks:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["CpuPages", "CudaPages", "Fence", "Pages", "check_caches", "layout_of", "pages_of"]
+    from ....kernels.engine_pages import EnginePages
+
+__all__ = ["CpuPages", "CudaPages", "Fence", "Pages", "check_caches", "engine_pages", "layout_of", "pages_of"]
 
 Addresses = npt.NDArray[np.int64]
 _INT64: Final = np.dtype(np.int64)
@@ -180,6 +182,21 @@ class CpuPages:
         return slices
 
 
+def engine_pages(layout: KVLayout, tensors: Sequence[torch.Tensor]) -> EnginePages:
+    """Tensors as the gather and scatter kernels take them: one run of bytes for each block and layer."""
+    from ....kernels.engine_pages import EnginePages
+
+    heads, elements = layout.num_kv_heads, layout.head_dim
+    views = tuple(
+        tensor.view(torch.uint8).as_strided(
+            (tensor.shape[0], layout.block_size, heads, elements),
+            (tensor.stride(0) * tensor.element_size(), heads * elements, elements, 1),
+        )
+        for tensor in tensors
+    )
+    return EnginePages(layout, (views,))
+
+
 class CudaPages:
     """KV tensors of a GPU: all layers and blocks in one launch, on a stream of its own.
 
@@ -189,18 +206,13 @@ class CudaPages:
     """
 
     def __init__(self, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
-        from ....kernels.engine_pages import EnginePages
-
-        heads, elements = layout.num_kv_heads, layout.head_dim
-        views = tuple(
-            tensor.view(torch.uint8).as_strided(
-                (tensor.shape[0], layout.block_size, heads, elements),
-                (tensor.stride(0) * tensor.element_size(), heads * elements, elements, 1),
-            )
-            for tensor in tensors
-        )
-        self._pages = EnginePages(layout, (views,))
+        self._pages = engine_pages(layout, tensors)
         self._stream = torch.cuda.Stream(device=self._pages.device)  # type: ignore[no-untyped-call]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self._pages.device
 
     def fence(self) -> _CudaFence:
         """What was launched on the caller's stream."""

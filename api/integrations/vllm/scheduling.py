@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ....kvstore.lineage import ChainPlace
+from ..link import SidecarLink
 from .announcing import Announcements, Stored
 from .identity import ChainRoots
-from .link import SidecarLink
 from .lookups import Lookup, Lookups
 from .metadata import Load, ShardMetadata, StepMetadata, Store, WorkerMetadata
 from .metrics import ConnectorStats
@@ -36,6 +37,8 @@ _MOST_EARLY: Final = 64
 _IDLE_SECONDS: Final = 0.001
 """How long a step that computes nothing waits for an answer: else it would take the interpreter from whoever
 reads it."""
+_NAMED_HERE: Final = 4
+"""So many blocks are named in the scheduler's thread at most: those that requests fill as they decode."""
 _STORING_SHARE: Final = 4
 """At most one in so many of vLLM's blocks is kept from reuse because it is being stored."""
 
@@ -53,6 +56,19 @@ class _Tracked:
     """Tokens that vLLM had of it when it was asked last."""
     offered: int = 0
     """Leading blocks that were loaded from the sidecar, or handed to be stored."""
+
+
+@dataclass(frozen=True)
+class _Unnamed:
+    """Blocks that are full and kept from reuse, and are stored when they have their names."""
+
+    request: Request
+    names: RequestNames
+    naming: Future[list[bytes]] | None
+    """By a thread; None: there are few to name."""
+    first: int
+    """Index of the first one in its request."""
+    blocks: list[int]
 
 
 @dataclass
@@ -83,11 +99,18 @@ class SchedulerHalf:
         self._block_size = block_size
         self._log = log
         self._roots = ChainRoots(config, log)
-        self._link = SidecarLink(settings, "vllm-scheduler", log)
+        self._link = SidecarLink(
+            settings.url,
+            "vllm-scheduler",
+            log,
+            tenant=settings.tenant,
+            seconds=settings.lookup_seconds,
+        )
         self._lookups = Lookups(self._link, self._roots, block_size, settings.lookup_seconds, log)
         self._tracked: dict[str, _Tracked] = {}
         self._loading: dict[str, Lookup] = {}
         self._loads: list[Load] = []
+        self._unnamed: list[_Unnamed] = []
         self._storing: dict[int, _Storing] = {}
         self._blocks_storing = 0
         self._last_store = 0
@@ -213,7 +236,7 @@ class SchedulerHalf:
     @property
     def storing(self) -> bool:
         """Whether blocks are kept from reuse because they are being stored."""
-        return bool(self._storing)
+        return bool(self._storing or self._unnamed)
 
     def reset(self) -> None:
         """What is kept is not of this engine's weights any more."""
@@ -275,8 +298,7 @@ class SchedulerHalf:
         """Blocks that this step fills, or earlier ones that were not handed over then."""
         pool, tables = self._pool, output.kv_connector_block_state
         if pool is None or tables is None or not self._link.ready:
-            return []
-        stores: list[Store] = []
+            return self._named_stores()
         most = max(len(pool.blocks) // _STORING_SHARE, 1)
         for name, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
@@ -295,21 +317,38 @@ class SchedulerHalf:
             numbers = tables.get_block_ids(name)
             if names is None or numbers is None:
                 continue
-            chain = names.first(full)
-            place = ChainPlace.at(chain, first)
             blocks = numbers[0][first:full]
+            # A block whose request ends, or is preempted, is not written by another before it is copied.
+            pool.touch([pool.blocks[number] for number in blocks])
+            self._blocks_storing += len(blocks)
+            tracked.offered = full
+            naming = None if names.known >= full - _NAMED_HERE else self._lookups.name(names, full)
+            self._unnamed.append(_Unnamed(request, names, naming, first, blocks))
+        return self._named_stores()
+
+    def _named_stores(self) -> list[Store]:
+        """Of the blocks that have their names by now, and that need few more."""
+        stores: list[Store] = []
+        waiting, self._unnamed = self._unnamed, []
+        for one in waiting:
+            full = one.first + len(one.blocks)
+            if one.naming is not None and not one.naming.done():
+                self._unnamed.append(one)
+                continue
+            if one.naming is not None and (error := one.naming.exception()) is not None:
+                self._log.error("kvpager: blocks of a request were not kept: %s", error)
+                self._let_go(one.blocks)
+                continue
+            chain = one.names.first(full)
+            place, names = ChainPlace.at(chain, one.first), chain[one.first :]
             announced = (
                 None
                 if self._announcements is None
-                else Stored(request, first, chain[first:], self._block_size)
+                else Stored(one.request, one.first, names, self._block_size)
             )
             self._last_store += 1
-            stores.append(Store(self._last_store, chain[first:], place.depth, place.before, blocks))
-            # A block whose request ends, or is preempted, is not written by another before it is copied.
-            pool.touch([pool.blocks[number] for number in blocks])
-            self._storing[self._last_store] = _Storing(blocks, self._workers, announced)
-            self._blocks_storing += len(blocks)
-            tracked.offered = full
+            stores.append(Store(self._last_store, names, place.depth, place.before, one.blocks))
+            self._storing[self._last_store] = _Storing(one.blocks, self._workers, announced)
         return stores
 
     def _count_stored(self, number: int, count: int, *, refused: bool) -> None:
@@ -321,6 +360,11 @@ class SchedulerHalf:
             del self._storing[number]
             if storing.stored is not None and self._announcements is not None:
                 self._announcements.stored(storing.stored)
-            self._blocks_storing -= len(storing.blocks)
+            self._let_go(storing.blocks)
+
+    def _let_go(self, blocks: list[int]) -> None:
+        """These are not being stored any more."""
+        self._blocks_storing -= len(blocks)
+        if self._pool is not None:
             # The end of a prompt goes first.
-            self._pool.free_blocks(self._pool.blocks[block] for block in reversed(storing.blocks))
+            self._pool.free_blocks(self._pool.blocks[block] for block in reversed(blocks))

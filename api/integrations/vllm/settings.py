@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from ....tiers.errors import ConfigError
-from ....tiers.settings import expect_choice, expect_seconds, expect_text
+from ....tiers.settings import expect_choice, expect_seconds, expect_text, shown_url
 from ...endpoint import endpoint_of
 from ...listening import default_socket_path
 
@@ -35,8 +35,14 @@ class ConnectorSettings:
 
     def __post_init__(self) -> None:
         url = expect_text("url", self.url, empty=True) or f"unix://{default_socket_path()}"
-        if not endpoint_of(url, None, None).local:
-            raise ConfigError("url", f"must be unix:///path, a sidecar of this machine, got {url}")
+        if not _is_local(url):
+            raise ConfigError(
+                "url",
+                f"must be unix:///path, a sidecar of this machine, got {shown_url(url)}: blocks are copied "
+                "in memory that vLLM and the sidecar have both mapped, which no network gives. Start "
+                "`kvpager serve` on this machine, in the same container or with its socket and /dev/shm "
+                "shared; machines share blocks through one Redis: `kvpager serve --cold redis://HOST:6379`",
+            )
         object.__setattr__(self, "url", url)
         expect_text("tenant", self.tenant, empty=True)
         expect_seconds("lookup_seconds", self.lookup_seconds, above=True)
@@ -56,3 +62,9 @@ class ConnectorSettings:
                     key, f"is no setting of KVPagerConnector, which has {', '.join(sorted(known))}"
                 )
         return cls(**values)  # type: ignore[arg-type]  # values are checked above
+
+
+def _is_local(url: str) -> bool:
+    """Raises `ConfigError` where it is no URL of this machine, though meant so."""
+    scheme, mark, _ = url.partition("://")
+    return (not mark or scheme == "unix") and endpoint_of(url, None, None).local

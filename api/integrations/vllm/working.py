@@ -18,7 +18,7 @@ from ....kvstore.lineage import ChainPlace, Lineage
 from ....tiers.errors import KVPagerError
 from ....tiers.layout import KVLayout
 from ...remote_space import RemoteSpace
-from .link import SidecarLink
+from ..link import SidecarLink
 from .metadata import Load, ShardMetadata, StepMetadata, Store, WorkerMetadata
 from .metrics import ConnectorStats
 from .pages import CudaPages, Fence, Pages, layout_of, pages_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["WorkerHalf"]
+__all__ = ["WorkerHalf", "shard_name"]
 
 _Job = TypeVar("_Job", Load, Store)
 
@@ -57,7 +57,13 @@ class WorkerHalf:
         self._config = config
         self._caches = caches
         self._log = log
-        self._link = SidecarLink(settings, f"vllm-worker-{parallel.rank}", log)
+        self._link = SidecarLink(
+            settings.url,
+            f"vllm-worker-{parallel.rank}",
+            log,
+            tenant=settings.tenant,
+            seconds=settings.lookup_seconds,
+        )
         self._shard = _shard_of(config)
         self._layout: KVLayout | None = None
         self._pages: Pages | None = None
@@ -156,7 +162,8 @@ class WorkerHalf:
             return None
         space = self._link.space(self._layout, self._shard)
         if space is not None and isinstance(self._pages, CudaPages) and self._link.device is None:
-            self._link.map_device(str(self._config.device_config.device))
+            # By number: this thread's own GPU is the first one, whatever the engine's is.
+            self._link.map_device(str(self._pages.device))
         return space
 
     def _load(self, job: Load, fence: Fence | None) -> None:
@@ -252,4 +259,11 @@ def _shard_of(config: VllmConfig) -> str:
     from vllm.distributed import get_pp_group, get_tp_group
 
     pipeline, tensor = get_pp_group(), get_tp_group()
-    return f"pp{pipeline.rank_in_group}/{pipeline.world_size} tp{tensor.rank_in_group}/{tensor.world_size}"
+    return shard_name(
+        (pipeline.rank_in_group, pipeline.world_size), (tensor.rank_in_group, tensor.world_size)
+    )
+
+
+def shard_name(pipeline: tuple[int, int], tensor: tuple[int, int]) -> str:
+    """The part of a model that a rank of so many has, of layers (`pipeline`) and of heads (`tensor`)."""
+    return f"pp{pipeline[0]}/{pipeline[1]} tp{tensor[0]}/{tensor[1]}"

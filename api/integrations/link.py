@@ -1,4 +1,4 @@
-"""The sidecar as the connector sees it: it may be absent or slow, go away and come back."""
+"""The sidecar as an engine of others sees it: it may be absent or slow, go away and come back."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import threading
 import time
 from typing import Final
 
-from ....kvstore.events import Listener
-from ....tiers.errors import KVPagerError
-from ....tiers.layout import KVLayout
-from ...client import Connection
-from ...remote_space import RemoteSpace
-from .settings import ConnectorSettings
+from ...kvstore.events import Listener
+from ...tiers.errors import KVPagerError
+from ...tiers.layout import KVLayout
+from ..client import Connection
+from ..remote_space import RemoteSpace
 
 __all__ = ["SidecarLink"]
 
@@ -24,17 +23,17 @@ class SidecarLink:
     """A connection that is made in the background, for as long as it takes.
 
     Args:
-        settings: which sidecar.
+        url: of a sidecar of this machine.
         name: what its operators call this process.
         log: where it is said that the sidecar is absent, and that it is there again.
+        tenant: whose the blocks are.
+        seconds: that it may take to answer.
     """
 
-    def __init__(self, settings: ConnectorSettings, name: str, log: logging.Logger) -> None:
-        self._url = settings.url
+    def __init__(self, url: str, name: str, log: logging.Logger, *, tenant: str, seconds: float) -> None:
+        self._url = url
         self._log = log
-        self._connection = Connection(
-            settings.url, name=name, tenant=settings.tenant, timeout=settings.lookup_seconds
-        )
+        self._connection = Connection(url, name=name, tenant=tenant, timeout=seconds)
         self._lock = threading.Lock()
         self._said_absent = False
         self._slow_until = 0.0
