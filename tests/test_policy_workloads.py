@@ -43,7 +43,7 @@ def serve(space: HostSpace, hashes: list[bytes]) -> int:
         return found
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_document_that_is_read_once_does_not_flush_the_chats(policy: str) -> None:
     with store(policy) as host:
         space = host.space(LAYOUT)
@@ -59,8 +59,13 @@ def test_a_document_that_is_read_once_does_not_flush_the_chats(policy: str) -> N
             serve(space, document[:length][-32:])
             host.check_integrity()
         kept = [serve(space, chat) for chat in chats]
-        # All that was found twice and more.
-        assert kept == [18 if policy == "s3fifo" else 0] * 8
+        if policy == "cost":
+            # All but what went before there were more newcomers than may be.
+            assert min(kept) >= 18
+            assert sum(kept) >= 8 * 22
+        else:
+            # All that was found twice and more.
+            assert kept == [18 if policy == "s3fifo" else 0] * 8
 
 
 @pytest.mark.parametrize("policy", POLICIES)
