@@ -28,6 +28,7 @@ from .chain_links import ChainLinks
 from .ghosts import Ghosts
 from .lineage import ShortHashes
 from .policy import MOST_BLOCKS, BlockFacts, Ids, PolicyOptions, Retention, Weight, weights_of
+from .probation import Probation
 from .return_times import ReturnTimes
 from .runs import NO_USE, Parts, Places, Runs, Use, stretches
 from .victims import Going, Victims
@@ -128,7 +129,10 @@ class CostPolicy:
         """The slot that the last lookup found at the end of its chain."""
         self._demotions = 0
         self._lookups = 0
-        self._victims = Victims(self._runs, self._links, self._worth, self._clock, options.get("seed", 0))
+        self._probation = Probation()
+        self._victims = Victims(
+            self._runs, self._links, self._worth, self._clock, self._probation, options.get("seed", 0)
+        )
 
     def __len__(self) -> int:
         return self._runs.count
@@ -215,9 +219,12 @@ class CostPolicy:
                 behind = there.item(-1) + 1
                 if len(there) < behind:
                     like[:behind] = like[there[np.searchsorted(there, np.arange(behind))]]
-                pieces += [
-                    (begin + number, end + number, run) for begin, end, run in stretches(like[:behind])
-                ]
+                gone = stretches(like[:behind])
+                pieces += [(begin + number, end + number, run) for begin, end, run in gone]
+                for begin, end, run in gone:
+                    went = runs.went.item(run)
+                    if went:
+                        self._probation.asked(end - begin, runs.count, went)
         parts = self._use(pieces, number + asked)
         for begin, end, run in parts:
             if end > number:
@@ -421,7 +428,12 @@ class CostPolicy:
         places = ghosts.places_once(names)
         ghosts.names[places] = names
         for begin, end, standing in going.before:
-            ghosts.tags[places[begin:end]] = runs.tag_of[standing >> 1]
+            run = standing >> 1
+            ghosts.tags[places[begin:end]] = runs.tag_of[run]
+            early = runs.early.item(run)
+            runs.went[run] = self._probation.went(
+                end - begin, runs.count, early=early > 0, proven=not runs.newcomer.item(run)
+            )
         runs.take_out(going.slots, going.before, ends=going.parents is not None)
         self._links.leave(going.slots, going.parents)
 
@@ -463,22 +475,26 @@ class CostPolicy:
         if (known := ghosts.known(names, places)) is not None:
             like *= known
         first = self._times.worth
+        most = self._probation.share * runs.count if ranking.newcomers_first else np.inf
         # How many go, in their order, before one that is worth more than who comes in its place.
         at = gone = 0
         theirs = iter(ranking)
-        worth = 0.0
+        worth, proven = 0.0, False
         for _, end, tag in stretches(like):
             run = runs.with_tag(tag)
             mine = first.item(runs.kind_of[run] if run else use_kinds.UNKNOWN, 0)
+            newcomer = not run or runs.newcomer.item(run)
             while at < end:
                 if gone <= at:
                     following = next(theirs, None)
                     if following is None:
                         return take
                     gone += runs.idle_of[following[0]]
-                    worth = following[1]
-                if mine < worth:
+                    proven, worth = not runs.newcomer.item(following[0]), following[1]
+                if mine < worth or (newcomer and proven and worth > 0.0 and room + at >= most):
                     take[room + at :] = False
+                    if mine >= worth and run:
+                        runs.went[run] = self._probation.went(end - at, runs.count, early=True, proven=False)
                     return take
                 at = min(end, gone)
         return take

@@ -27,9 +27,25 @@ _TAKEN: Final = 1 / 16
 """The share of them that may go before they are compared anew."""
 _KEPT: Final = 3 * _TAKEN
 """The share that is kept in order: of those that may go some will have been used by then."""
+_PASSED_BY: Final = 4
+"""What came back once is as good as a newcomer when so many times what may go went since its last use."""
 _FEWEST: Final = 64
 _HOLDS: Final = 1.0
 """Seconds."""
+
+
+def _least(worths: npt.NDArray[np.float64], proven: npt.NDArray[np.bool_] | None, kept: int) -> Places:
+    """Which are so many that go first, at least: those that are not proven before the others."""
+    if proven is None:
+        least: Places = np.flatnonzero(worths <= np.partition(worths, kept)[kept])
+        return least
+    new: Places = np.flatnonzero(~proven)
+    if len(new) > kept:
+        chosen: Places = new[worths[new] <= np.partition(worths[new], kept)[kept]]
+        return np.sort(chosen)
+    old = np.flatnonzero(proven)
+    kept -= len(new)
+    return np.concatenate([new, old[worths[old] <= np.partition(worths[old], kept)[kept]]])
 
 
 class RunRanking:
@@ -40,9 +56,12 @@ class RunRanking:
         worth: tells what they are worth.
         now: seconds.
         draw: which of the draws this is, from 0 to 1; None: all runs are compared, and all are kept.
+        newcomers_first: what never came back goes before what did.
     """
 
-    def __init__(self, table: Runs, worth: Worth, now: float, draw: float | None) -> None:
+    def __init__(
+        self, table: Runs, worth: Worth, now: float, draw: float | None, *, newcomers_first: bool
+    ) -> None:
         runs = table.candidates
         number = len(runs)
         if draw is not None and number > _LOOKED_AT:
@@ -52,17 +71,27 @@ class RunRanking:
             )
             runs = runs[at % number]
         worths = worth(runs)
+        proven = None
+        if newcomers_first:
+            # But for what is worth nothing, as it was told to go, and what all else passed by.
+            proven = (table.newcomer[runs] == 0) & (worths > 0.0)
+            proven &= table.gone - table.since[runs] < _PASSED_BY * table.count
+            table.early[runs] = ~proven & (worths > worths[proven].min(initial=np.inf))
+        else:
+            table.early[runs] = 0
         if draw is not None and len(runs) > 4 * _FEWEST:
             kept = max(_FEWEST, int(len(runs) * _KEPT))
-            least = np.flatnonzero(worths <= np.partition(worths, kept)[kept])
+            least = _least(worths, proven, kept)
             runs, worths = runs[least], worths[least]
+            proven = None if proven is None else proven[least]
         orders = table.order[runs]
-        first = np.lexsort((orders, worths))
+        first = np.lexsort((orders, worths) if proven is None else (orders, worths, proven))
         self._table = table
         self._entries = list(
             zip(runs[first].tolist(), orders[first].tolist(), worths[first].tolist(), strict=True)
         )
         self._at = 0
+        self.newcomers_first = newcomers_first
         self._made_at = now
         self._may_go = max(1, int(min(number, _LOOKED_AT) * _TAKEN))
         self.all = draw is None or len(self._entries) == number

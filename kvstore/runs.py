@@ -47,6 +47,10 @@ _FIELDS: Final = {
     "until": np.float64,
     "due": np.float64,
     "rider": np.int64,
+    "newcomer": np.int64,
+    "early": np.int64,
+    "went": np.int64,
+    "since": np.int64,
 }
 _SPARE: Final = 1 << 16
 """Records without blocks that are kept at least: of what is not here any more, or was only asked for."""
@@ -98,6 +102,11 @@ class Use(NamedTuple):
     until: float = 0.0
     due: float = 0.0
 
+    @property
+    def newcomer(self) -> bool:
+        """Whether it never came back, is of no conversation that did, and nobody spoke for it."""
+        return self.uses == 1 and self.turns == 0 and self.favour <= 1.0 and self.due == 0.0
+
 
 NO_USE: Final = Use(0.0, 0)
 """Stands for that of none."""
@@ -113,8 +122,10 @@ class Runs:
     Per run, beside what `Use` has: `tag`, of which no other run has the same; `start` and `stop`, its entries
     of the log, others' among them; `held`, how many slots it has; `idle`, how many of these are ranked;
     `order`, when the last of them became so, of which no other has the same; `spot`, where it stands in
-    `candidates`, plus one; `rider`, the tag of a run whose blocks follow some of these, or 0. What of `Use`
-    is asked for of one run at a time only is in no array.
+    `candidates`, plus one; `rider`, the tag of a run whose blocks follow some of these, or 0; `newcomer`, 1
+    of what never came back; `early`, 1 if it was to go though others were worth less; `went`, what to tell
+    `Probation` when it is asked for; `since`, how many slots had been taken out when it was made. What of
+    `Use` is asked for of one run at a time only is in no array.
 
     Of most of these there is a view, named `tag_of` and so on: of a run by itself it is read and written in a
     third of the time.
@@ -133,6 +144,10 @@ class Runs:
     until: npt.NDArray[np.float64]
     due: npt.NDArray[np.float64]
     rider: _Tags
+    newcomer: npt.NDArray[np.int64]
+    early: npt.NDArray[np.int64]
+    went: npt.NDArray[np.int64]
+    since: npt.NDArray[np.int64]
     tag_of: memoryview[int]
     start_of: memoryview[int]
     stop_of: memoryview[int]
@@ -153,6 +168,10 @@ class Runs:
         self._tail = 0
         self.count = 0
         """Slots that are ranked."""
+        self.gone = 0
+        """Slots that were taken out so far."""
+        self.newcomers = 0
+        """Those of them that never came back."""
         for name, kind in _FIELDS.items():
             setattr(self, name, np.zeros(1, dtype=kind))
         self._uses = [NO_USE]
@@ -190,6 +209,8 @@ class Runs:
         self.until_of[run], self.rider_of[run] = until, 0
         if until:
             self.favour_of[run], self.due_of[run] = favour, due
+        self.newcomer[run], self.early[run], self.went[run] = use.newcomer, 0, 0
+        self.since[run] = self.gone
         return run
 
     def use(self, run: int) -> Use:
@@ -290,7 +311,9 @@ class Runs:
                 getattr(self, name)[runs] = value
         for run in runs.tolist():
             self._uses[run] = use
-        self.rider[runs] = 0
+        self.rider[runs] = self.early[runs] = self.went[runs] = 0
+        self.newcomer[runs] = use.newcomer
+        self.since[runs] = self.gone
         self.stop[runs] = self._append(slots) + cuts[1:]
         self.start[runs] = self.stop[runs] - lengths
         self.held[runs] = self.idle[runs] = lengths
@@ -303,6 +326,7 @@ class Runs:
         self._made += number
         self._order += number
         self.count += len(slots)
+        self.newcomers += len(slots) * use.newcomer
 
     def _append(self, slots: Places) -> int:
         """They stand at the end of the log; where the first one does."""
@@ -320,6 +344,7 @@ class Runs:
         Args:
             ends: they are what `last_ranked` gave of each run.
         """
+        self.gone += len(slots)
         self.count -= self._leave(before)
         self.standing[slots] = 0
         if ends:
@@ -370,6 +395,8 @@ class Runs:
         self.idle_of[run] = before + more
         self._order += 1
         self.order_of[run] = self._order
+        if self.newcomer.item(run):
+            self.newcomers += more
         if before == 0:
             self._pool[self._pooled] = run
             self._pooled += 1
@@ -379,6 +406,8 @@ class Runs:
         """So many fewer of its slots are ranked."""
         idle = self.idle_of[run] - fewer
         self.idle_of[run] = idle
+        if self.newcomer.item(run):
+            self.newcomers -= fewer
         if idle == 0:
             # The last one fills the gap.
             spot = self.spot_of[run]
@@ -459,6 +488,8 @@ class Runs:
             raise IntegrityError("cost: a slot is not in the log of its run, or more than once")
         if int(np.count_nonzero(ranked)) != self.count or self.idle[0]:
             raise IntegrityError(f"cost: {self.count} are counted as ranked, or some are in no run")
+        if int(idle[self.newcomer > 0].sum()) != self.newcomers:
+            raise IntegrityError(f"cost: {self.newcomers} are counted as newcomers")
         pool = self.candidates
         if not np.array_equal(np.sort(pool), np.flatnonzero(self.idle)) or not np.array_equal(
             self.spot[pool], np.arange(1, len(pool) + 1)

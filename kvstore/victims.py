@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from .chain_links import ChainLinks
+from .probation import Probation
 from .run_ranking import RunRanking, Worth
 from .runs import Parts, Places, Runs, stretches
 
@@ -41,16 +42,24 @@ class Victims:
         links: which block follows which.
         worth: tells what runs are worth.
         clock: seconds.
+        probation: tells whether newcomers go first.
         seed: of the draws among many runs.
     """
 
     def __init__(
-        self, runs: Runs, links: ChainLinks, worth: Worth, clock: Callable[[], float], seed: int
+        self,
+        runs: Runs,
+        links: ChainLinks,
+        worth: Worth,
+        clock: Callable[[], float],
+        probation: Probation,
+        seed: int,
     ) -> None:
         self._runs = runs
         self._links = links
         self._worth = worth
         self._clock = clock
+        self._probation = probation
         self._draw = seed * _GOLDEN
         self._ranking: RunRanking | None = None
         self._latest: RunRanking | None = None
@@ -68,11 +77,21 @@ class Victims:
         now = self._clock()
         many = count * _MANY > self._runs.count
         held, latest = self._ranking, self._latest
-        if held is not None and held.holds(now) and (held.all or not many):
+        first = self._probation.crowds(
+            self._runs.newcomers + count,
+            self._runs.count,
+            already=held is not None and held.newcomers_first,
+        )
+        if held is not None and held.newcomers_first == first and held.holds(now) and (held.all or not many):
             return held
-        if latest is not None and latest.fresh(now) and (latest.all or not many):
+        if (
+            latest is not None
+            and latest.newcomers_first == first
+            and latest.fresh(now)
+            and (latest.all or not many)
+        ):
             return latest
-        return self._compared(now, everything=many)
+        return self._compared(now, everything=many, newcomers_first=first)
 
     def stay_with(self, ranking: RunRanking) -> None:
         """What goes next goes by this one, while it holds."""
@@ -108,7 +127,9 @@ class Victims:
             if left == before:
                 if ranking.all:
                     return self._rest(slots, left)
-                ranking = self._compared(self._clock(), everything=True)
+                ranking = self._compared(
+                    self._clock(), everything=True, newcomers_first=ranking.newcomers_first
+                )
         at = slots[0] if len(slots) == 1 else np.concatenate(slots or [_NONE])
         return Going(at, parts, parents, blocked)
 
@@ -127,6 +148,7 @@ class Victims:
         at = np.concatenate([*slots, np.flatnonzero(rest)[:left]])
         return Going(at, stretches(self._runs.standing[at]))
 
-    def _compared(self, now: float, *, everything: bool) -> RunRanking:
-        self._latest = RunRanking(self._runs, self._worth, now, None if everything else self._draw)
+    def _compared(self, now: float, *, everything: bool, newcomers_first: bool) -> RunRanking:
+        draw = None if everything else self._draw
+        self._latest = RunRanking(self._runs, self._worth, now, draw, newcomers_first=newcomers_first)
         return self._latest

@@ -11,6 +11,8 @@ from ...kvstore.events import Listener
 from ...tiers.errors import KVPagerError
 from ...tiers.layout import KVLayout
 from ..client import Connection
+from ..client_space import Lost
+from ..messages import Purged
 from ..remote_space import RemoteSpace
 
 __all__ = ["SidecarLink"]
@@ -80,6 +82,15 @@ class SidecarLink:
             except KVPagerError as error:
                 self._say_absent(str(error))
         return space
+
+    def purge(self, tenant: str, seconds: float) -> Purged:
+        """Have all of a tenant be gone, see `Connection.purge_tenant`."""
+        return self._connection.purge_tenant(tenant, seconds)
+
+    @property
+    def lost(self) -> tuple[Lost, ...]:
+        """What was lost with an earlier connection, another object where that changed: `Connection.lost`."""
+        return self._connection.lost
 
     @property
     def device(self) -> str | None:

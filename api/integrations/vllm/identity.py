@@ -7,69 +7,23 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ....kvstore.hashing import ChainIdentity
+from ..weights import digest_folder, folder_of, state_of_folder
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-__all__ = ["ChainRoots", "digest_folder", "digest_model"]
+__all__ = ["ChainRoots", "digest_model"]
 
-_READ_BYTES: Final = 8 << 20
-_HEX_DIGITS: Final = frozenset("0123456789abcdef")
-_SHA_DIGITS: Final = (40, 64)
-"""Of git's and of large files' digests, by which a Hugging Face cache names its blobs."""
-_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 _ROPE_BY_LENGTH: Final = (b'"longrope"', b'"su"', b'"dynamic"')
 """Kinds of RoPE whose parameters vLLM takes by how long a request may become."""
 _NOT_CONTENT: Final = frozenset({"_name_or_path", "transformers_version"})
-
-
-def digest_folder(folder: Path) -> bytes:
-    """32 bytes that name the weights in a folder by their content, and its configuration files.
-
-    Files of a Hugging Face cache are links to blobs that are named by their digests, and are not read.
-
-    Raises:
-        OSError: a file cannot be read, or there are no weights.
-    """
-    state = hashlib.blake2b(digest_size=32)
-    paths = [folder] if folder.is_file() else sorted(_files(folder))
-    if not any(path.suffix in _WEIGHTS for path in paths):
-        raise FileNotFoundError(f"no weights in {folder}")
-    for path in paths:
-        state.update(f"{len(path.name)}|{path.name}|".encode())
-        state.update(_digest_file(path))
-    return state.digest()
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for path in folder.iterdir():
-        if path.is_file() and (
-            path.suffix in _WEIGHTS or path.name in ("adapter_config.json", "config.json")
-        ):
-            yield path
-
-
-def _digest_file(path: Path) -> bytes:
-    target = path.resolve()
-    if (
-        target.parent.name == "blobs"
-        and len(target.name) in _SHA_DIGITS
-        and _HEX_DIGITS.issuperset(target.name)
-    ):
-        return f"blob|{target.name}".encode()
-    state = hashlib.blake2b(digest_size=32)
-    with target.open("rb") as file:
-        while part := file.read(_READ_BYTES):
-            state.update(part)
-    return b"file|" + state.digest()
 
 
 def digest_model(config: VllmConfig) -> bytes:
@@ -105,12 +59,7 @@ def digest_model(config: VllmConfig) -> bytes:
 def _digest_weights(model: ModelConfig, load_format: object) -> bytes:
     if str(load_format) == "dummy":
         return f"dummy|{model.seed}".encode()
-    folder = Path(model.model)
-    if not folder.exists():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    return digest_folder(folder)
+    return digest_folder(folder_of(model.model, model.revision))
 
 
 def _as_text(values: dict[str, Any]) -> bytes:
@@ -186,7 +135,7 @@ class _Adapters:
         folder = Path(adapter.lora_path)
         with self._lock:
             try:
-                state = (str(folder), _state_of(folder))
+                state = (str(folder), state_of_folder(folder))
                 known = self._known.get(adapter.lora_int_id)
                 if known is None or adapter.load_inplace:
                     if known is None or known[0] != state:
@@ -203,8 +152,3 @@ class _Adapters:
                 known = ((), None)
             self._known[adapter.lora_int_id] = known
             return known[1]
-
-
-def _state_of(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    looks = ((path.name, path.stat()) for path in sorted(_files(folder)))
-    return tuple((name, look.st_ino, look.st_size, look.st_mtime_ns) for name, look in looks)

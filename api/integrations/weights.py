@@ -1,0 +1,77 @@
+"""Weights in folders, named by their content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+__all__ = ["digest_folder", "folder_of", "state_of_folder"]
+
+_READ_BYTES: Final = 8 << 20
+_HEX_DIGITS: Final = frozenset("0123456789abcdef")
+_SHA_DIGITS: Final = (40, 64)
+"""Of git's and of large files' digests, by which a Hugging Face cache names its blobs."""
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+
+
+def folder_of(model: str, revision: str | None) -> Path:
+    """Where the files of a model are: the folder or file of that name, or where a Hugging Face cache has it.
+
+    Raises:
+        OSError: neither is there.
+    """
+    folder = Path(model)
+    if folder.exists():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, local_files_only=True))
+
+
+def digest_folder(folder: Path) -> bytes:
+    """32 bytes that name the weights in a folder by their content, and its configuration files.
+
+    Files of a Hugging Face cache are links to blobs that are named by their digests, and are not read.
+
+    Raises:
+        OSError: a file cannot be read, or there are no weights.
+    """
+    state = hashlib.blake2b(digest_size=32)
+    paths = [folder] if folder.is_file() else sorted(_files(folder))
+    if not any(path.suffix in _WEIGHTS for path in paths):
+        raise FileNotFoundError(f"no weights in {folder}")
+    for path in paths:
+        state.update(f"{len(path.name)}|{path.name}|".encode())
+        state.update(_digest_file(path))
+    return state.digest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.is_file() and (
+            path.suffix in _WEIGHTS or path.name in ("adapter_config.json", "config.json")
+        ):
+            yield path
+
+
+def _digest_file(path: Path) -> bytes:
+    target = path.resolve()
+    if (
+        target.parent.name == "blobs"
+        and len(target.name) in _SHA_DIGITS
+        and _HEX_DIGITS.issuperset(target.name)
+    ):
+        return f"blob|{target.name}".encode()
+    state = hashlib.blake2b(digest_size=32)
+    with target.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            state.update(part)
+    return b"file|" + state.digest()
+
+
+def state_of_folder(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Which weights and configurations a folder has: name, inode, bytes and time of change of each."""
+    looks = ((path.name, path.stat()) for path in sorted(_files(folder)))
+    return tuple((name, look.st_ino, look.st_size, look.st_mtime_ns) for name, look in looks)
