@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 from kvpager import connect, connect_async
-from kvpager.tests.serve_process import ServeProcess
+from kvpager.tests.serve_process import ServeProcess, remove_arena
 from kvpager.tests.vllm_models import WORDS, prompt, save_hybrid, save_model
 from kvpager.tests.vllm_process import Engine, end_session, group_of, require_vllm, vllm_environment
+from kvpager.tiers.arena_file import default_arena_path
 
 BLOCK = 32
 ROOT = Path(__file__).resolve().parents[1]
@@ -306,6 +307,7 @@ def test_the_quick_start_runs_as_printed_and_a_server_that_is_restarted_has_its_
                 wait_for(lambda: told in (tmp_path / "server.log").read_bytes(), 60)  # noqa: B023
                 process.send_signal(signal.SIGTERM)
                 process.wait(60)
+    remove_arena(Path(default_arena_path(str(tmp_path / "kvpager" / "sidecar.sock"))))
     (first, cold, _), (second, warm, metrics) = said
     assert first == second
     assert not (cold["prompt_tokens_details"] or {}).get("cached_tokens")
