@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 from kvpager import connect, connect_async
-from kvpager.tests.serve_process import ServeProcess
+from kvpager.tests.serve_process import ServeProcess, remove_arena
 from kvpager.tests.vllm_models import WORDS, prompt, save_hybrid, save_model
 from kvpager.tests.vllm_process import Engine, end_session, group_of, require_vllm, vllm_environment
+from kvpager.tiers.arena_file import default_arena_path
 
 BLOCK = 32
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,11 +126,10 @@ def test_two_engines_at_once_find_what_the_other_one_stores(
         one.send("generate", prompts=both)
         other.send("generate", prompts=both)
         assert one.answer()["tokens"] == other.answer()["tokens"]
-        blocks = 9 * 12
-        kept = sum(
-            engine.count(name) for engine in (one, other) for name in ("stored_blocks", "loaded_blocks")
-        )
-        assert kept >= 5 * blocks
+        # What is being stored is stored.
+        assert one.ask("reset")
+        assert other.ask("reset")
+        assert one.count("stored_blocks") + other.count("stored_blocks") == 3 * 9 * 12
         assert one.count("failed_blocks") == other.count("failed_blocks") == 0
 
 
@@ -192,27 +192,26 @@ async def _empty(url: str, *spaces: bytes) -> None:
 
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Ranks on a machine that has fewer nodes of memory than there are ranks."""
-RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+# Of pipelines there are names alone (above): vLLM's workers for the CPU do not run their stages.
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
-@pytest.mark.parametrize("ranks", [RANKS, STAGES], ids=["tensor", "pipeline"])
 def test_ranks_have_a_space_each_a_hit_is_what_all_have_and_one_may_be_killed(
-    tmp_path: Path, model: Path, sidecar: ServeProcess, ranks: dict[str, Any]
+    tmp_path: Path, model: Path, sidecar: ServeProcess
 ) -> None:
     with connect(url_of(sidecar)) as connection:
 
         def spaces() -> dict[bytes, dict[str, Any]]:
             return {_id(one): one for one in connection.status()["spaces"]}
 
-        with Engine(tmp_path, model, url_of(sidecar), extra=PATIENT, environment=UNBOUND, **ranks) as engine:
+        with Engine(tmp_path, model, url_of(sidecar), extra=PATIENT, environment=UNBOUND, **RANKS) as engine:
             expected = engine.ready().ask("generate", prompts=PROMPTS)["tokens"]
             assert engine.ask("reset")
             said = engine.ask("generate", prompts=PROMPTS)
             assert (said["tokens"], said["cached"]) == (expected, CACHEABLE)
         blocks = sum(CACHEABLE) // BLOCK
         assert [one["resident"] for one in spaces().values()] == [blocks, blocks]
-        with Engine(tmp_path, model, url_of(sidecar), extra=PATIENT, environment=UNBOUND, **ranks) as engine:
+        with Engine(tmp_path, model, url_of(sidecar), extra=PATIENT, environment=UNBOUND, **RANKS) as engine:
             said = engine.ready().ask("generate", prompts=PROMPTS)
             assert (said["tokens"], said["cached"]) == (expected, CACHEABLE)
             # One rank has nothing any more: the other's blocks are no hit.
@@ -308,6 +307,7 @@ def test_the_quick_start_runs_as_printed_and_a_server_that_is_restarted_has_its_
                 wait_for(lambda: told in (tmp_path / "server.log").read_bytes(), 60)  # noqa: B023
                 process.send_signal(signal.SIGTERM)
                 process.wait(60)
+    remove_arena(Path(default_arena_path(str(tmp_path / "kvpager" / "sidecar.sock"))))
     (first, cold, _), (second, warm, metrics) = said
     assert first == second
     assert not (cold["prompt_tokens_details"] or {}).get("cached_tokens")

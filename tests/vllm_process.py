@@ -187,5 +187,9 @@ def _shared_memory(leader: int) -> set[Path]:
             maps = Path(f"/proc/{pid}/maps").read_text()
         except OSError:  # it has ended
             continue
-        found |= {Path(line.split()[5]) for line in maps.splitlines() if "/dev/shm/psm_" in line}
+        found |= {
+            Path(line.split()[5])
+            for line in maps.splitlines()
+            if "/dev/shm/psm_" in line or "/dev/shm/sem." in line
+        }
     return found
