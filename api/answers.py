@@ -280,7 +280,7 @@ class Answers:
         claims = self._claims(space)
         slots, generations = _handles(asked.slots, asked.generations)
         good = claims.existing(slots)
-        good[good] = space.lease(slots[good], generations[good])
+        good[good] = space.lease(slots[good], generations[good], used=asked.used)
         claims.add_leases(slots[good], generations[good])
         return Marks(good)
 

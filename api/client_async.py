@@ -576,9 +576,11 @@ class AsyncSpace(SlotPlaces):
         """See `HostSpace.load`."""
         return await self._connection.ask(self._asks.load(hashes, deadline, start))
 
-    async def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+    async def lease(
+        self, slots: Ids, generations: Generations, *, used: bool = False
+    ) -> npt.NDArray[np.bool_]:
         """See `HostSpace.lease`."""
-        return await self._connection.ask(self._asks.lease(slots, generations))
+        return await self._connection.ask(self._asks.lease(slots, generations, used=used))
 
     async def reserve(
         self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
@@ -779,7 +781,9 @@ class AsyncInlineSpace(AsyncSpace):
         """See `InlineSpace.read_blocks`."""
         return read_copies(lease, out)
 
-    async def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+    async def lease(
+        self, slots: Ids, generations: Generations, *, used: bool = False
+    ) -> npt.NDArray[np.bool_]:
         """Not over TCP: raises `NotInPlaceError`. See `InlineSpace.lease`."""
         raise not_here()
 

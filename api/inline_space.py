@@ -125,7 +125,7 @@ class InlineSpace(RemoteSpace):
         """
         raise not_here()
 
-    def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+    def lease(self, slots: Ids, generations: Generations, *, used: bool = False) -> npt.NDArray[np.bool_]:
         """Not over TCP: `match` gets blocks by their names.
 
         Raises:

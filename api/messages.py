@@ -372,11 +372,16 @@ class Load(Message):
 @tagged(15)
 @dataclass(frozen=True)
 class LeaseSlots(Message):
-    """Lease slots that were remembered; answered by `Marks`, false where a slot was granted again since."""
+    """Lease slots that were remembered; answered by `Marks`, false where a slot was granted again since.
+
+    Args:
+        used: this is a use of the blocks, which are in the order of their chain, as a match would be.
+    """
 
     space: int
     slots: Ids
     generations: Generations
+    used: bool = False
 
 
 @tagged(16)

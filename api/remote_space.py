@@ -216,12 +216,12 @@ class RemoteSpace(SlotSpace):
         """How many leading blocks are resident; None where the sidecar does not answer. Counts no hits."""
         return self._shell.ask(self._asks.count_resident(hashes))
 
-    def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+    def lease(self, slots: Ids, generations: Generations, *, used: bool = False) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once. See `HostSpace.lease`."""
         self._check_open()
         if not len(slots):
             return np.zeros(0, dtype=np.bool_)
-        return self._shell.ask(self._asks.lease(slots, generations))
+        return self._shell.ask(self._asks.lease(slots, generations, used=used))
 
     def release(self, slots: Ids, generations: Generations) -> None:
         """End leases. Does not wait: what cannot be said now is said by the next connection."""

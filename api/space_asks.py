@@ -145,7 +145,7 @@ class SpaceAsks:
             lenient=self._lenient,
         )
 
-    def lease(self, slots: Ids, generations: Generations) -> Ask[npt.NDArray[np.bool_]]:
+    def lease(self, slots: Ids, generations: Generations, *, used: bool) -> Ask[npt.NDArray[np.bool_]]:
         """Lease remembered slots."""
         handles = handles_of(slots, generations)
 
@@ -160,7 +160,7 @@ class SpaceAsks:
 
         return Ask(
             self._space,
-            lambda number: LeaseSlots(number, handles.slots, handles.generations),
+            lambda number: LeaseSlots(number, handles.slots, handles.generations, used),
             convert,
             lambda: np.zeros(len(handles), dtype=np.bool_),
             drop=lambda flags: self._core.release(self._space, handles.where(flags)),

@@ -256,7 +256,7 @@ class Attacher:
         whole = len(asked) == len(near)
         slots = places.host_slots if whole else places.host_slots[asked]
         generations = places.host_generations if whole else places.host_generations[asked]
-        leased = far.host.lease(slots, generations)
+        leased = far.host.lease(slots, generations, used=True)
         if whole and leased.all():
             far.hold(row, slots, generations)
             return len(near)

@@ -127,8 +127,9 @@ class SpaceCalls(SlotOwner, Protocol):
         """
         ...
 
-    def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
-        """Lease remembered slots: bool [n], False where a slot was granted again since."""
+    def lease(self, slots: Ids, generations: Generations, *, used: bool = False) -> npt.NDArray[np.bool_]:
+        """Lease remembered slots: bool [n], False where a slot was granted again since. `used`: that is a
+        use of them."""
         ...
 
     def reserve(

@@ -239,7 +239,12 @@ class SlotRecords:
 
     def hinted(self, hashes: Sequence[bytes]) -> None:
         """Advice that these leading blocks will be used soon: the resident ones count as just used."""
-        if self._policy.learns and len(slots := self.resident(hashes)):
+        if self._policy.learns:
+            self.used(self.resident(hashes))
+
+    def used(self, slots: Ids) -> None:
+        """These committed blocks, in the order of their chain, are used by who remembered where they are."""
+        if self._policy.learns and len(slots):
             self._policy.found(slots)
 
     def retain(self, slots: Ids, retention: Retention) -> None:

@@ -228,8 +228,12 @@ class HostSpace(SlotSpace):
             self._shared.check_open()
             return self._leased(self._records.resident(hashes))
 
-    def lease(self, slots: Ids, generations: Generations) -> npt.NDArray[np.bool_]:
+    def lease(self, slots: Ids, generations: Generations, *, used: bool = False) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once.
+
+        Args:
+            used: this is a use of the blocks, which are in the order of their chain, as a match would be:
+                the policy is told.
 
         Returns:
             bool [n], False where a slot was granted to another block since, or was named before.
@@ -238,6 +242,8 @@ class HostSpace(SlotSpace):
         with self._shared.lock():
             self._shared.check_open()
             good = self._records.committed(slots, generations)
+            if used:
+                self._records.used(slots[good])
             self._records.take_leases(slots[good])
             return good
 

@@ -123,6 +123,7 @@ def frames() -> dict[str, Frame]:
         "match the middle of a chain": Request(30, m.Match(0, hashes, 0.0, _hash(200), 7)),
         "load the middle of a chain": Request(31, m.Load(0, hashes, 0.25, _hash(200), 7)),
         "load ahead of a match": Request(31, m.Load(0, hashes, 10.0, _hash(200), 7, True)),
+        "lease slots to use them": Request(40, m.LeaseSlots(0, slots, generations, True)),
         "reserve blocks of a chain": Request(32, m.Reserve(0, hashes, 0.0, parents, depths)),
         "put blocks of a chain": Request(33, m.Put(0, hashes, bytes(range(64)), 0.0, parents, depths)),
         "may have room": Request(29, m.MayHaveRoom(0, 3)),

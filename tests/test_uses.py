@@ -1,8 +1,9 @@
-"""What comes up from the cold tier for somebody is used by that, once, and the policy is told."""
+"""What comes up from the cold tier, or is leased where it was remembered to be, is used by that, once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvpager.kvstore.host import HostStore
 from kvpager.kvstore.policy import Ids
 from kvpager.kvstore.s3fifo_policy import S3FIFOPolicy
 from kvpager.kvstore.space import HostSpace
+from kvpager.kvstore.store import TieredStore
 from kvpager.tests.installed_policy import install_policy
 from kvpager.tests.raw_client import LAYOUT, Running, names
 from kvpager.tiers.cold_disk import DiskColdTier
@@ -92,3 +94,41 @@ def test_a_policy_is_told_once_of_what_came_up(
     assert told(own) == uses
     load(own)
     assert told(own) == uses, "nothing came up: matches tell of what is there"
+
+
+@pytest.mark.parametrize("where", ["in the process", "over a sidecar"])
+def test_a_policy_is_told_of_remembered_slots_whose_lease_is_a_use(
+    host: HostStore, tmp_path: Path, where: str
+) -> None:
+    (own,) = host.spaces
+    with ExitStack() as stack:
+        space: SpaceCalls = own
+        if where == "over a sidecar":
+            stack.enter_context(Running(tmp_path / "socket", host))
+            space = stack.enter_context(connect(tmp_path / "socket", timeout=20.0)).space(LAYOUT)
+        with space.match(CHAIN) as lease:
+            slots, generations = lease.slots.copy(), lease.generations.copy()
+        told(own).clear()
+        for used, uses in ((False, []), (True, [2])):
+            assert space.lease(slots, generations, used=used).all()
+            space.release(slots, generations)
+            assert told(own) == uses
+
+
+def test_a_sequence_that_wakes_uses_its_blocks(host: HostStore) -> None:
+    (own,) = host.spaces
+    tokens = np.arange(4 * LAYOUT.block_size, dtype=np.int32)
+    store = TieredStore(LAYOUT, 8, root=bytes(16), host=host)
+    row = store.open(tokens).row
+    store.reserve(np.array([row]), len(tokens))
+    store.advance(row, tokens)
+    sleeping = store.sleep(row)
+    store.flush()
+    assert store.evict(8) == 4
+    for _ in range(2):
+        told(own).clear()
+        woken = store.wake(sleeping)
+        assert told(own) == [4]
+        sleeping = store.sleep(woken.row)
+    store.check_integrity()
+    store.close()
