@@ -74,13 +74,18 @@ def test_pieces_name_media_by_content_and_place_and_ranks_as_spaces_and_refuse_a
             return found
 
         text = names()
-        picture, other = names(["image", "aa", 20, 30]), names(["image", "bb", 20, 30])
+        aa, bb = "aa" * 32, "bb" * 32
+        picture, other = names(["image", aa, 20, 30, 1]), names(["image", bb, 20, 30, 2])
         # Blocks before it have no part in it; the first that it reaches into and all after do.
         assert picture[0] == other[0] == text[0]
         assert all(len({a, b, c}) == 3 for a, b, c in zip(text[1:], picture[1:], other[1:], strict=True))
-        assert names(["image", "aa", 20, 30]) == picture
-        assert names(["image", "aa", 21, 30])[1:] != picture[1:]
-        assert names(["audio", "aa", 20, 30])[1] != picture[1]
+        assert names(["image", aa, 20, 30, 1]) == picture
+        assert names(["image", aa, 21, 30, 1])[1:] != picture[1:]
+        assert names(["audio", aa, 20, 30, 1])[1] != picture[1]
+        # A client may give a picture a name, which says nothing of what is in it: a digest's, too.
+        assert names(["image", aa, 20, 30, 2])[1] not in (picture[1], other[1])
+        assert names(["image", "my-picture", 20, 30, 1]) == []
+        assert names(["image", aa, 20, 30, -1]) == []
         assert len(set(pieces.ask("spaces", ranks=[[[p, 2], [t, 2]] for p in (0, 1) for t in (0, 1)]))) == 4
         # The same rank of more ranks has another part of the model.
         assert (

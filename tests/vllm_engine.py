@@ -116,24 +116,43 @@ class Pieces:
     """Of the connector, without an engine."""
 
     def names(self, tokens: list[int], media: list[list[Any]], salt: str | None = None) -> list[str]:
-        """The names of a request's blocks of 16 tokens; media: modality, hash, offset, length."""
-        from kvpager.api.integrations.vllm.naming import RequestNames
+        """The names of a request's blocks of 16 tokens, none where it cannot have any.
+
+        Media: modality, vLLM's digest or a client's uuid, offset, length, and a number that is its content or
+        -1, where that is not seen.
+        """
+        import torch
+        from kvpager.api.integrations.vllm.naming import RequestNames, can_be_named
         from vllm import SamplingParams
-        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+        from vllm.multimodal.inputs import (
+            MultiModalFeatureSpec,
+            MultiModalFieldElem,
+            MultiModalKwargsItem,
+            MultiModalSharedField,
+            PlaceholderRange,
+        )
         from vllm.v1.request import Request
+
+        def item(content: int) -> MultiModalKwargsItem | None:
+            pixels = torch.full((3, 2), content, dtype=torch.bfloat16)
+            element = MultiModalFieldElem(data=pixels, field=MultiModalSharedField(batch_size=1))
+            return MultiModalKwargsItem({"pixel_values": element}) if content >= 0 else None
 
         features = [
             MultiModalFeatureSpec(
-                data=None,
+                data=item(content),
                 modality=kind,
                 identifier=digest,
                 mm_position=PlaceholderRange(offset=offset, length=length),
+                mm_hash=digest,
             )
-            for kind, digest, offset, length in media
+            for kind, digest, offset, length, content in media
         ]
         params = SamplingParams(max_tokens=1)
         params.update_from_generation_config({})
         request = Request("one", tokens, params, None, mm_features=features, cache_salt=salt)
+        if not can_be_named(request):
+            return []
         return [name.hex() for name in RequestNames(request, 16, bytes(16)).first(len(tokens) // 16)]
 
     def refusal(self, **extra: Any) -> str:
