@@ -86,11 +86,21 @@ def test_pieces_name_media_by_content_and_place_and_ranks_as_spaces_and_refuse_a
         assert names(["image", aa, 20, 30, 2])[1] not in (picture[1], other[1])
         assert names(["image", "my-picture", 20, 30, 1]) == []
         assert names(["image", aa, 20, 30, -1]) == []
-        assert len(set(pieces.ask("spaces", ranks=[[[p, 2], [t, 2]] for p in (0, 1) for t in (0, 1)]))) == 4
+
+        def spaces(*ranks: list[Any]) -> int:
+            return len(set(pieces.ask("spaces", ranks=list(ranks))))
+
+        assert spaces(*([[p, 2], [t, 2], ["a"]] for p in (0, 1) for t in (0, 1))) == 4
         # The same rank of more ranks has another part of the model.
-        assert (
-            len(set(pieces.ask("spaces", ranks=[[[0, 1], [0, 1]], [[0, 2], [0, 1]], [[0, 1], [0, 2]]]))) == 3
-        )
+        assert spaces([[0, 1], [0, 1], ["a"]], [[0, 2], [0, 1], ["a"]], [[0, 1], [0, 2], ["a"]]) == 3
+        # And of as many ranks, where its layers are others, though as many.
+        assert spaces([[1, 3], [0, 1], ["b", "c"]], [[1, 3], [0, 1], ["c", "d"]]) == 2
+        said = pieces.ask("cache_refusals")
+        assert said.pop("full") == said.pop("windows as full") == "16"
+        assert "--decode-context-parallel-size 2" in said.pop("decode")
+        assert "--prefill-context-parallel-size 2" in said.pop("prefill")
+        assert set(said) == {"window", "windows", "chunks", "reference window"}
+        assert all("which alone is kept" in one for one in said.values())
         for url in ("tcp://127.0.0.1:7333", "kvpager://127.0.0.1:7333", "kvpagers://host:7333"):
             said = pieces.ask("refusal", url=url)
             assert "a sidecar of this machine" in said
@@ -138,7 +148,7 @@ def test_two_engines_at_once_find_what_the_other_one_stores(
         assert one.count("failed_blocks") == other.count("failed_blocks") == 0
 
 
-def test_a_model_of_several_cache_groups_is_refused_with_what_to_do(
+def test_a_model_of_several_cache_groups_is_refused_with_what_to_do_and_that_helps(
     tmp_path: Path, sidecar: ServeProcess
 ) -> None:
     require_vllm()
@@ -151,6 +161,13 @@ def test_a_model_of_several_cache_groups_is_refused_with_what_to_do(
     said = engine.log
     assert "this model has 2 groups of KV caches" in said
     assert "--disable-hybrid-kv-cache-manager" in said
+    with Engine(tmp_path) as engine:
+        engine.ready().open(hybrid, disable_hybrid_kv_cache_manager=True)
+        expected = engine.ask("generate", prompts=PROMPTS)["tokens"]
+        engine.open(hybrid, url_of(sidecar), extra=PATIENT, disable_hybrid_kv_cache_manager=True)
+        assert engine.ask("generate", prompts=PROMPTS) == {"tokens": expected, "cached": [0, 0, 0]}
+        assert engine.ask("reset")
+        assert engine.ask("generate", prompts=PROMPTS) == {"tokens": expected, "cached": CACHEABLE}
 
 
 def test_prompts_alone_are_stored_events_are_passed_on_and_a_reset_shares_nothing(

@@ -166,15 +166,60 @@ class Pieces:
             return str(error)
         return ""
 
-    def spaces(self, ranks: list[list[list[int]]]) -> list[str]:
-        """The spaces of ranks of one layout, each (of pipelines, of tensors), each rank and of how many."""
+    def spaces(self, ranks: list[list[Any]]) -> list[str]:
+        """The spaces of ranks of one layout: each of pipelines, and of tensors, of how many; its layers."""
         from kvpager import KVLayout
         from kvpager.api.integrations.vllm.working import shard_name
         from kvpager.kvstore.hashing import space_id
 
         layout = KVLayout(2, 1, 64, 16, "uint8", "opaque:test", planes=1)
-        pairs = ((tuple(pipeline), tuple(tensor)) for pipeline, tensor in ranks)
-        return [space_id(layout, shard_name(*pair)).hex() for pair in pairs]  # type: ignore[arg-type]
+        return [
+            space_id(layout, shard_name(tuple(pipeline), tuple(tensor), layers)).hex()
+            for pipeline, tensor, layers in ranks
+        ]
+
+    def cache_refusals(self) -> dict[str, str]:
+        """What is said of caches of each kind that vLLM has for a decoder."""
+        import torch
+        from kvpager.api.integrations.vllm.pages import check_caches
+        from kvpager.tiers.errors import LayoutError
+        from vllm.config import ParallelConfig, VllmConfig
+        from vllm.v1.kv_cache_interface import (
+            ChunkedLocalAttentionSpec,
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            RSWASpec,
+            SlidingWindowSpec,
+            UniformTypeKVCacheSpecs,
+        )
+
+        shape: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+        window = SlidingWindowSpec(**shape, sliding_window=64)
+        specs = {
+            "full": FullAttentionSpec(**shape),
+            "windows as full": FullAttentionSpec(**shape, sliding_window=64),
+            "window": window,
+            "windows": UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": window}),
+            "chunks": ChunkedLocalAttentionSpec(**shape, attention_chunk_size=64),
+            "reference window": RSWASpec(**shape, rswa_window=64),
+        }
+        found = {}
+        for name, spec in specs.items():
+            caches = KVCacheConfig(9, [], [KVCacheGroupSpec(["a"], spec)])
+            try:
+                found[name] = str(check_caches(VllmConfig(), caches))
+            except LayoutError as error:
+                found[name] = str(error)
+        for name in ("decode", "prefill"):
+            config = VllmConfig()
+            config.parallel_config = ParallelConfig()
+            setattr(config.parallel_config, f"{name}_context_parallel_size", 2)
+            try:
+                check_caches(config, KVCacheConfig(9, [], [KVCacheGroupSpec(["a"], specs["full"])]))
+            except LayoutError as error:
+                found[name] = str(error)
+        return found
 
 
 def main() -> None:
