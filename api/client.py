@@ -432,6 +432,11 @@ class Connection:
         return self.core.ready
 
     @property
+    def stalled(self) -> bool:
+        """Whether the sidecar did not answer in time, and nothing was heard of it since."""
+        return self.core.stalled
+
+    @property
     def lost(self) -> tuple[Lost, ...]:
         """What was held before the last connection and is not any more."""
         with self._lock:

@@ -52,8 +52,12 @@ class SidecarLink:
 
     @property
     def ready(self) -> bool:
-        """Whether the sidecar can be asked now. Does not wait."""
-        ready = self._connection.ready and time.monotonic() >= self._slow_until
+        """Whether the sidecar can be asked now. Does not wait.
+
+        One that stalled answers what it was asked when it goes on, which ends that.
+        """
+        connection = self._connection
+        ready = connection.ready and not connection.stalled and time.monotonic() >= self._slow_until
         if not ready:
             self._say_absent("it does not answer")
         elif self._said_absent:
