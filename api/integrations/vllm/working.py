@@ -200,6 +200,7 @@ class WorkerHalf:
         space, pages = self._space(), self._pages
         if space is None or pages is None:
             return 0
+        lost = self._link.lost
         with space.match(job.names, start=ChainPlace(job.before, job.depth)) as lease:
             count = len(lease)
             if isinstance(pages, CudaPages):
@@ -208,6 +209,8 @@ class WorkerHalf:
             if count:
                 delta = space.device_delta if isinstance(pages, CudaPages) else 0
                 pages.load(job.blocks[:count], space.addresses(lease.slots[:count]) + delta, fence)
+            if self._link.lost is not lost:  # its memory may have come to hold other blocks meanwhile
+                return 0
         return count
 
     def _store(self, job: Store, fence: Fence | None) -> None:
