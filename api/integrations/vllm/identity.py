@@ -7,12 +7,11 @@ import json
 import logging
 import os
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ....kvstore.hashing import ChainIdentity
-from ..weights import digest_folder, folder_of, state_of_folder
+from ..weights import Digest, digest_folder, folder_of, state_of_folder
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -79,24 +78,18 @@ class ChainRoots:
     """
 
     def __init__(self, config: VllmConfig, log: logging.Logger) -> None:
-        self._log = log
-        self._model: Future[bytes] = Future()
+        self._model = Digest(lambda: digest_model(config), log)
         self._adapters = _Adapters(log)
         self._epoch = 0
-        threading.Thread(target=self._digest, args=(config,), name="kvpager-digest", daemon=True).start()
 
     def wait(self, seconds: float) -> None:
         """Wait until the model's digest is known, so many seconds at most."""
-        try:
-            self._model.exception(seconds)
-        except TimeoutError:
-            self._log.info(
-                "kvpager: the weights are being digested; nothing is found or kept until that is done"
-            )
+        self._model.wait(seconds)
 
     def root(self, request: Request) -> bytes | None:
         """The root of a request's chain; None where it is not known. May read an adapter's files."""
-        if not self._model.done() or self._model.exception() is not None:
+        model = self._model.value
+        if model is None:
             return None
         adapter = b""
         if request.lora_request is not None:
@@ -105,18 +98,11 @@ class ChainRoots:
                 return None
             adapter = digest
         salt = (request.cache_salt or "").encode()
-        return ChainIdentity(self._model.result(), adapter, epoch=self._epoch, salt=salt).root
+        return ChainIdentity(model, adapter, epoch=self._epoch, salt=salt).root
 
     def reset(self) -> None:
         """Weights were changed in place: from now on KV is shared with no engine, not with itself before."""
         self._epoch = int.from_bytes(os.urandom(8), "little") | 1
-
-    def _digest(self, config: VllmConfig) -> None:
-        try:
-            self._model.set_result(digest_model(config))
-        except (OSError, ValueError) as error:  # also of weights that were never a file
-            self._log.warning("kvpager: nothing is found or kept: the weights cannot be digested (%s)", error)
-            self._model.set_exception(error)
 
 
 class _Adapters:
