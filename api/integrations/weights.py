@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Digest", "digest_folder", "folder_of", "state_of_folder"]
+__all__ = ["Digest", "digest_folder", "folder_of", "last_change", "state_of_folder"]
 
 _READ_BYTES: Final = 8 << 20
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
@@ -25,7 +25,7 @@ def folder_of(model: str, revision: str | None) -> Path:
     Raises:
         OSError: neither is there.
     """
-    folder = Path(model)
+    folder = Path(model).expanduser()
     if folder.exists():
         return folder
     from huggingface_hub import snapshot_download
@@ -78,6 +78,15 @@ def state_of_folder(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
     """Which weights and configurations a folder has: name, inode, bytes and time of change of each."""
     looks = ((path.name, path.stat()) for path in sorted(_files(folder)))
     return tuple((name, look.st_ino, look.st_size, look.st_mtime_ns) for name, look in looks)
+
+
+def last_change(folder: Path) -> int:
+    """When a folder last came to have the weights that it has, in ns since the epoch, by the system's clock.
+
+    Of what is written, linked or renamed into place; not the time that a copy takes over with its files.
+    """
+    looks = [path.stat() for path in _files(folder)]
+    return max(look.st_ctime_ns for look in (*looks, folder.stat(), folder.lstat()))
 
 
 class Digest:
