@@ -101,6 +101,17 @@ def test_pieces_name_media_by_content_and_place_and_ranks_as_spaces_and_refuse_a
         assert "--prefill-context-parallel-size 2" in said.pop("prefill")
         assert set(said) == {"window", "windows", "chunks", "reference window"}
         assert all("which alone is kept" in one for one in said.values())
+
+        def announced(*steps: list[Any]) -> Any:
+            return pieces.ask("announced", steps=[["expect"], *steps])
+
+        everything = ["BlockStored", [0, 1, 2, 3]]
+        assert announced(["stored"], ["removed", 2]) == [everything, ["BlockRemoved", [2]]]
+        # Evicted before it is known that they were all stored; and stored again after that.
+        assert announced(["removed", 2, 3], ["kept", 2], ["stored"]) == [everything, ["BlockRemoved", [3]]]
+        # A sidecar that was started again, or whose events were dropped, tells of none of them.
+        assert announced(["stored"], ["gap"], ["removed", 1]) == [everything, ["BlockRemoved", [0, 1, 2, 3]]]
+        assert announced(["gap"], ["stored"]) == announced(["refused"], ["removed", 1]) == []
         for url in ("tcp://127.0.0.1:7333", "kvpager://127.0.0.1:7333", "kvpagers://host:7333"):
             said = pieces.ask("refusal", url=url)
             assert "a sidecar of this machine" in said
@@ -194,6 +205,16 @@ def test_prompts_alone_are_stored_events_are_passed_on_and_a_reset_shares_nothin
         engine.ask("generate", prompts=[[1, 2, 3]])
         gone = [one for event in engine.ask("events") for one in event["hashes"]]
         assert set(gone) == {one for event in stored for one in event["hashes"]}
+        # A sidecar that is started again has nothing of what was announced.
+        engine.ask("generate", prompts=[PROMPTS[2]])
+        assert engine.ask("reset")
+        there = {one for event in engine.ask("events") for one in event["hashes"]}
+        assert len(there) >= 3
+        sidecar.kill()
+        sidecar.start("--fresh")
+        engine.ask("generate", prompts=[[1, 2, 3]])
+        gone = [one for event in engine.ask("events") for one in event["hashes"]]
+        assert there <= set(gone)
         # Weights changed in place: what was kept is not theirs, nor of any engine after.
         engine.ask("generate", prompts=PROMPTS)
         assert engine.ask("reset")

@@ -155,6 +155,42 @@ class Pieces:
             return []
         return [name.hex() for name in RequestNames(request, 16, bytes(16)).first(len(tokens) // 16)]
 
+    def announced(self, steps: list[list[Any]]) -> list[list[Any]]:
+        """What is published of the blocks of a request: kind and which blocks.
+
+        Steps: expect, stored, refused; removed and kept with blocks that the sidecar says so of; gap.
+        """
+        from kvpager.api.integrations.vllm.announcing import Announcements, Stored
+        from kvpager.kvstore.events import BlockEvent, EventKind
+        from vllm import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request
+
+        init_none_hash(sha256)
+        params = SamplingParams(max_tokens=1)
+        params.update_from_generation_config({})
+        request = Request(
+            "one", list(range(64)), params, None, block_hasher=get_request_block_hasher(16, sha256)
+        )
+        names = [bytes([at]) * 16 for at in range(4)]
+        gaps = 0
+        announcements = Announcements(lambda: gaps)
+        stored = Stored(request, 0, names, 16)
+        blocks = {digest: at for at, digest in enumerate(stored.hashes)}
+        found = []
+        for step, *which in steps:
+            if step == "gap":
+                gaps += 1
+            elif step in ("removed", "kept"):
+                kind = EventKind.REMOVED if step == "removed" else EventKind.STORED
+                announcements.heard(BlockEvent(kind, "host", bytes(16), tuple(names[at] for at in which)))
+            else:
+                getattr(announcements, step)(stored)
+            events: Any = announcements.take()
+            found += [[type(one).__name__, [blocks[of] for of in one.block_hashes]] for one in events]
+        return found
+
     def refusal(self, **extra: Any) -> str:
         """What is said of settings that are refused."""
         from kvpager.api.integrations.vllm.settings import ConnectorSettings

@@ -71,6 +71,11 @@ class SidecarLink:
         """Call `listener` with every event of blocks, in the connection's thread."""
         self._connection.subscribe(listener)
 
+    @property
+    def event_gaps(self) -> int:
+        """Grows wherever events may have been missed: `Connection.event_gaps`."""
+        return self._connection.event_gaps
+
     def pause(self) -> None:
         """It did not answer in time: nothing is asked of it for some seconds."""
         self._slow_until = time.monotonic() + _PAUSE_SECONDS
