@@ -120,6 +120,18 @@ def test_pieces_name_media_by_content_and_place_and_ranks_as_spaces_and_refuse_a
         assert "lookup_seconds" in pieces.ask("refusal", lookup_secs=1)
 
 
+def test_blocks_whose_leases_were_lost_while_they_were_copied_are_computed(
+    tmp_path: Path, sidecar: ServeProcess
+) -> None:
+    with Engine(tmp_path) as pieces:
+        flag = tmp_path / "copying"
+        pieces.ready().send("failed_loads", url=url_of(sidecar), flag=str(flag))
+        wait_for(flag.exists, 60)
+        sidecar.kill()
+        sidecar.start("--fresh")
+        assert pieces.answer() == [[], [2, 3]]
+
+
 def url_of_none(folder: Path) -> str:
     return f"unix://{folder}/none"
 

@@ -155,6 +155,54 @@ class Pieces:
             return []
         return [name.hex() for name in RequestNames(request, 16, bytes(16)).first(len(tokens) // 16)]
 
+    def failed_loads(self, url: str, flag: str) -> list[list[int]]:
+        """Blocks that do not come of a load, and of one that makes a file and then awaits a restart."""
+        import logging
+        import time
+        from pathlib import Path
+        from types import SimpleNamespace
+
+        import torch
+        from kvpager import KVLayout
+        from kvpager.api.integrations.vllm.metadata import Load, StepMetadata, Store
+        from kvpager.api.integrations.vllm.pages import CpuPages
+        from kvpager.api.integrations.vllm.settings import ConnectorSettings
+        from kvpager.api.integrations.vllm.working import WorkerHalf
+
+        def wait_for(condition: Any) -> Any:
+            until = time.monotonic() + 60
+            while not (found := condition()):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            return found
+
+        class PagesOfALostLease(CpuPages):
+            def load(self, *arguments: Any) -> None:
+                before = worker._link.lost
+                Path(flag).touch()
+                wait_for(lambda: worker._link.lost is not before)
+                super().load(*arguments)
+
+        config: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
+        settings = ConnectorSettings(url=url, lookup_seconds=30)
+        worker = WorkerHalf(config, config, settings, logging.getLogger("kvpager.pieces"))
+        worker._link.wait(30)
+        worker._layout = layout = KVLayout(2, 1, 64, 16, "uint8", "opaque:test", planes=1)
+        tensors = [torch.ones(4, 16, 64, dtype=torch.uint8) for _ in range(2)]
+        names = [bytes([at]) * 16 for at in range(2)]
+        worker._pages = CpuPages(layout, tensors)
+        worker.start_stores(StepMetadata([], [Store(1, names, 1, bytes(16), [0, 1])]))
+        done = wait_for(worker.take_done)
+        assert not done.refused
+        found = []
+        for kind in (CpuPages, PagesOfALostLease):
+            worker._pages = kind(layout, tensors)
+            worker.start_loads(StepMetadata([Load("one", names, 1, bytes(16), [2, 3])], []))
+            wait_for(worker.take_loaded)
+            found.append(sorted(worker.take_failed()))
+        worker.close()
+        return found
+
     def announced(self, steps: list[list[Any]]) -> list[list[Any]]:
         """What is published of the blocks of a request: kind and which blocks.
 
