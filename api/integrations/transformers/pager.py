@@ -137,7 +137,8 @@ class KVPager:
                 "has zeros: prompts that are padded to one length are not kept; give them one by one, or "
                 "those of one length together",
             )
-        state, root = self._identity.state(), self._root()
+        state = self._identity.state()
+        root = ChainIdentity(self._identity.digest(state), salt=self._salt).root
         usable = max(prompt.shape[1] - 1, 0)
         size = self._block_size
         chains = [hash_blocks(row[:usable], size, root) for row in prompt]
@@ -171,9 +172,6 @@ class KVPager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _root(self) -> bytes:
-        return ChainIdentity(self._identity.digest(), salt=self._salt).root
 
 
 def _end(hooks: list[Any], keeper: Keeper) -> None:
