@@ -8,7 +8,11 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 from kvpager import HostStore
-from kvpager.api.integrations.transformers import KVPager
+from kvpager.api.integrations.transformers import KVPager, keeper
+from kvpager.api.integrations.transformers.copying import Filling
 from kvpager.api.integrations.transformers.supported import is_supported
 from kvpager.tests.model_files import TINY_KINDS, require_smollm2, save_tiny_model
 from kvpager.tests.serve_process import ServeProcess
@@ -29,7 +34,7 @@ from kvpager.tests.transformers_cases import (
     prompt_of,
     tiny_llama,
 )
-from kvpager.tiers.errors import ClosedError, ConfigError, LayoutError
+from kvpager.tiers.errors import ClosedError, ColdTierError, ConfigError, LayoutError
 
 PROMPT = prompt_of(1, 200)
 FOUND = 192
@@ -69,6 +74,23 @@ def found(pager: KVPager, prompt: torch.Tensor) -> int:
     """Tokens of a prompt that are found after what is being kept is kept."""
     pager.flush()
     return pager.cache(prompt).loaded
+
+
+def in_its_thread(ours: keeper.Keeper, call: Callable[[], object]) -> None:
+    reached: Future[None] = Future()
+    reached.add_done_callback(lambda done: call())
+    ours._jobs.put(keeper._Reached(reached, told=False))
+
+
+@contextmanager
+def held_up(pager: KVPager) -> Iterator[None]:
+    """Nothing is kept for as long as this lasts: it is as with a slow disk."""
+    go = threading.Event()
+    in_its_thread(pager._keeper, lambda: go.wait(60.0))
+    try:
+        yield
+    finally:
+        go.set()
 
 
 def in_a_process(model: Path, prompt: torch.Tensor, **pager: Any) -> dict[str, Any]:
@@ -500,6 +522,117 @@ def test_what_cannot_be_kept_of_a_call_is_refused_or_left_out(model: Any, pager:
     pager.flush()
     with pytest.raises(ConfigError, match="prompt that this cache was made for"):
         generate(model, prompt_of(15, 200), pager.cache(PROMPT))
+
+
+def test_more_than_may_be_pending_is_refused_and_can_be_saved_later(
+    model: Any, store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_PENDING_BYTES", 1)
+    prompts = [prompt_of(seed, 100) for seed in range(20, 24)]
+    with KVPager(model, store=store, load_seconds=0.01) as pager:
+        with held_up(pager):
+            for prompt in prompts[:3]:
+                generate(model, prompt, pager.cache(prompt))
+            last = pager.cache(prompts[3])
+            generate(model, prompts[3], last)
+            # What the first one had at first, and its rest.
+            assert len(pager._keeper._pending) == 2
+        pager._keeper.flush()
+        assert pager.stats.refused_blocks == 2 * (119 // BLOCK)
+        assert [pager.cache(prompt).loaded for prompt in prompts] == [96, 0, 0, 0]
+        assert last.save() == 112
+        assert found(pager, prompts[3]) == 96
+
+
+def test_caches_that_are_dropped_sooner_than_they_are_kept_are_waited_for(
+    model: Any, store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_PENDING_BYTES", 1)
+    prompts = [prompt_of(seed, 60) for seed in range(30, 36)]
+    with KVPager(model, store=store) as pager:
+        for prompt in prompts:
+            generate(model, prompt, pager.cache(prompt), count=6)
+        assert [found(pager, prompt) for prompt in prompts] == [48] * 6
+        assert pager.stats.refused_blocks == 0
+
+
+def test_the_garbage_collector_may_end_a_cache_anywhere_and_a_pager_in_its_own_thread(
+    model: Any, store: HostStore
+) -> None:
+    pager = KVPager(model, store=store)
+    ours = pager._keeper
+    with held_up(pager):
+        caches = [pager.cache(PROMPT)]
+        generate(model, PROMPT, caches[0])
+        with ours._lock:  # as where it happens while something is counted
+            caches.clear()
+    pagers = [pager]
+    del pager
+    in_its_thread(ours, pagers.clear)
+    ours._ended.result(10.0)
+    assert not model.model._forward_hooks
+    with KVPager(model, store=store) as later:
+        assert later.cache(PROMPT).loaded == FOUND
+
+
+def test_a_model_that_is_refused_leaves_nothing_open(model: Any, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "get_decoder", lambda self: object())
+        with pytest.raises(LayoutError, match="no decoder"):
+            KVPager(model, folder=tmp_path / "kept")
+    KVPager(model, folder=tmp_path / "kept").close()
+
+
+def test_blocks_whose_leases_were_lost_while_they_were_read_are_not_used(
+    model: Any, sidecar: ServeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KVPager(model, url=url_of(sidecar)) as pager:
+        expected = generate(model, PROMPT, pager.cache(PROMPT))
+        assert found(pager, PROMPT) == FOUND
+        link = pager._keeper._home._link  # type: ignore[attr-defined]
+        send = Filling.send
+
+        def late(self: Filling, begin: int, count: int) -> None:
+            send(self, begin, count)
+            lost = link.lost
+            sidecar.kill()
+            sidecar.start()
+            until = time.monotonic() + 10.0
+            while link.lost is lost and time.monotonic() < until:
+                time.sleep(0.01)
+            assert link.lost is not lost
+
+        monkeypatch.setattr(Filling, "send", late)
+        cache = pager.cache(PROMPT)
+        assert cache.loaded == 0
+        assert generate(model, PROMPT, cache).equal(expected)
+
+
+def test_leases_end_where_bringing_blocks_up_fails(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(13, 1000)
+    with KVPager(model, folder=tmp_path / "kept", host_bytes=1 << 20) as pager:
+        pager._keeper._batch = lambda rows: 64  # type: ignore[method-assign]
+        generate(model, prompt, pager.cache(prompt), count=2)
+        pager.flush()
+        space = pager._keeper._home.space(pager._shape.layout)
+        assert space is not None
+        leases = []
+        match = type(space).match
+
+        def matched(self: Any, *args: Any, **options: Any) -> Any:
+            leases.append(match(self, *args, **options))
+            return leases[-1]
+
+        def failing(self: Any, *args: Any, **options: Any) -> Any:
+            raise ColdTierError("the disk is gone")
+
+        monkeypatch.setattr(type(space), "match", matched)
+        monkeypatch.setattr(type(space), "load", failing)
+        assert pager.cache(prompt).loaded < 992
+        assert any(lease.cold for lease in leases)
+        assert not any(lease._held for lease in leases)
 
 
 def test_a_pager_that_was_closed_says_so_and_its_caches_go_on(model: Any, store: HostStore) -> None:

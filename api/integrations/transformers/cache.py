@@ -99,7 +99,7 @@ class KVPagerCache(DynamicCache):
             how many tokens of each row have a name to be found by.
         """
         self._offered.clear()
-        self._offer(wait=True)
+        self.offer_rest()
         self._keeper.flush()
         names = self._rows.names()
         return min(map(len, names), default=0) * self._shape.layout.block_size
@@ -150,8 +150,8 @@ class KVPagerCache(DynamicCache):
         return other
 
     def __del__(self) -> None:
-        if "_ours" in self.__dict__ and not self._keeper.closed:
-            self._offer(wait=True)
+        if "_ours" in self.__dict__:
+            self._offer(late=True)
 
     # What a model's hooks call
 
@@ -200,11 +200,12 @@ class KVPagerCache(DynamicCache):
 
     def offer_rest(self) -> None:
         """Have what is not kept yet kept: nothing may come any more."""
-        self._offer(wait=True)
+        self._keeper.wait_room()
+        self._offer(late=True)
 
-    def _offer(self, *, wait: bool = False) -> None:
-        """Have kept what is new, unless something is being kept just now; `wait`: after that."""
-        if not self._ours or self._keeper.closed or (self._keeper.busy and not wait):
+    def _offer(self, *, late: bool = False) -> None:
+        """Have kept what is new, unless something is being kept just now; `late`: after that."""
+        if not self._ours or self._keeper.closed or (self._keeper.busy and not late):
             return
         size = self._shape.layout.block_size
         if self._identity.passing() != self._state.passing:
