@@ -596,7 +596,7 @@ def test_blocks_whose_leases_were_lost_while_they_were_read_are_not_used(
             send(self, begin, count)
             lost = link.lost
             sidecar.kill()
-            sidecar.start()
+            sidecar.start("--fresh")
             until = time.monotonic() + 10.0
             while link.lost is lost and time.monotonic() < until:
                 time.sleep(0.01)
@@ -613,7 +613,7 @@ def test_leases_end_where_bringing_blocks_up_fails(
 ) -> None:
     prompt = prompt_of(13, 1000)
     with KVPager(model, folder=tmp_path / "kept", host_bytes=1 << 20) as pager:
-        pager._keeper._batch = lambda rows: 64  # type: ignore[method-assign]
+        pager._keeper._batch = lambda rows: 16  # type: ignore[method-assign]
         generate(model, prompt, pager.cache(prompt), count=2)
         pager.flush()
         space = pager._keeper._home.space(pager._shape.layout)
@@ -630,6 +630,7 @@ def test_leases_end_where_bringing_blocks_up_fails(
 
         monkeypatch.setattr(type(space), "match", matched)
         monkeypatch.setattr(type(space), "load", failing)
+        pager._keeper._batch = lambda rows: 62  # type: ignore[method-assign]
         assert pager.cache(prompt).loaded < 992
         assert any(lease.cold for lease in leases)
         assert not any(lease._held for lease in leases)
