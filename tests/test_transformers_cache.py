@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -573,6 +574,17 @@ def test_the_garbage_collector_may_end_a_cache_anywhere_and_a_pager_in_its_own_t
     assert not model.model._forward_hooks
     with KVPager(model, store=store) as later:
         assert later.cache(PROMPT).loaded == FOUND
+
+
+def test_keys_and_values_that_are_kept_are_not_held_on_to(model: Any, pager: KVPager) -> None:
+    cache = pager.cache(PROMPT)
+    generate(model, PROMPT, cache)
+    held = weakref.ref(cache.layers[0].keys)
+    del cache
+    until = time.monotonic() + 10.0
+    while (pager._keeper.busy or held() is not None) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert held() is None
 
 
 def test_a_model_that_is_refused_leaves_nothing_open(model: Any, tmp_path: Path) -> None:

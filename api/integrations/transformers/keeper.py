@@ -269,6 +269,7 @@ class Keeper:
                 if isinstance(job, _End):
                     break
                 failed = self._do(job, failed)
+                del job  # which has a cache's keys and values, until the next one comes
             # The garbage collector ends a pager before caches of the same rubbish.
             with contextlib.suppress(queue.Empty):
                 while True:
@@ -293,7 +294,7 @@ class Keeper:
                 self._store(job)
             except Exception as error:  # noqa: BLE001  (raised by `flush`; the thread goes on)
                 self._log.exception("kvpager: keeping blocks failed")
-                return error
+                return error.with_traceback(None)  # whose frames have the snapshot
             finally:
                 del self._pending[job.number]
         elif isinstance(job, _Refused):
