@@ -24,6 +24,7 @@ import torch
 MARK = "@kvpager@ "
 LAYERS, HEADS, DIM = 3, 2, 32
 MODULE = "kvpager.api.integrations.sglang"
+WEIGHTS = ""
 
 _vision: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
 """What torchvision's own library would define; there is none for a torch without CUDA."""
@@ -131,7 +132,7 @@ def extra_config(url: str, by_pointer: bool, extra: dict[str, Any] | None) -> di
         "class_name": "KVPagerHiCache",
         "interface_v1": int(by_pointer),
         "kvpager_url": url,
-        "kvpager_model": sys.argv[1],
+        "kvpager_model": WEIGHTS,
         **(extra or {}),
     }
 
@@ -366,4 +367,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    WEIGHTS = sys.argv[1]
     main()

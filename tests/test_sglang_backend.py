@@ -305,6 +305,40 @@ def test_a_sidecar_that_is_absent_stalls_or_dies_costs_hits_and_is_said_once(
     sglang.ask("close", "rank")
 
 
+def test_a_call_waits_no_longer_than_it_was_told_and_for_no_clear(sglang: SGLang, tmp_path: Path) -> None:
+    seconds = 1.0
+    with ServeProcess(tmp_path / "s", host_bytes=64 << 20) as sidecar:
+        make(sglang, sidecar, "rank", 1, extra={"kvpager_lookup_seconds": seconds})
+        assert sglang.ask("set", "rank", keys=KEYS[:2], pages=PAGES[:2]) == [True] * 2
+        sidecar.kill()
+        assert sglang.ask("clear", "rank") == "ServiceUnavailableError"
+        sidecar.start()
+        until = time.monotonic() + 20
+        with connect(url_of(sidecar)) as connection:
+            while not any(one["name"].startswith("sglang") for one in connection.clients().values()):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        # It is made up for while the sidecar does not answer.
+        sidecar.pause()
+        began = time.monotonic()
+        for _ in range(3):
+            assert sglang.ask("exists", "rank", keys=KEYS)[0] == 0
+            assert sglang.ask("set", "rank", keys=KEYS, pages=PAGES) == [False] * 4
+        assert time.monotonic() - began < seconds
+        sidecar.resume()
+        while not all(sglang.ask("set", "rank", keys=KEYS[:1], pages=PAGES[:1])):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert sglang.ask("exists", "rank", keys=KEYS)[0] == 1
+        # As long as it takes to see that it does not answer, once for what one call asks of it.
+        sidecar.pause()
+        began = time.monotonic()
+        assert sglang.ask("get", "rank", keys=KEYS, pages=PAGES) == [False] * 4
+        assert seconds / 2 < time.monotonic() - began < seconds * 1.6
+        sidecar.resume()
+    sglang.ask("close", "rank")
+
+
 def test_pages_come_up_from_the_cold_tier_and_a_record_that_is_altered_is_a_miss(
     sglang: SGLang, tmp_path: Path
 ) -> None:

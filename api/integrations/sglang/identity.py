@@ -109,12 +109,8 @@ class PageNames:
     def _digest(self, name: str, model: str) -> None:
         try:
             self._root.set_result(_root(name, model, self._engine))
-        except Exception as error:  # noqa: BLE001  whatever it is, who waits is told
-            self._log.warning(
-                "kvpager: nothing is found or kept: the weights cannot be digested (%s: %s)",
-                type(error).__name__,
-                error,
-            )
+        except (OSError, ValueError) as error:  # also of weights that were never a file
+            self._log.warning("kvpager: nothing is found or kept: the weights cannot be digested (%s)", error)
             self._root.set_exception(error)
 
 
