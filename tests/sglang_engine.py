@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -170,6 +171,17 @@ class Engine:
     def get(self, name: str, keys: list[str], pages: list[int]) -> Any:
         rank = self._ranks[name]
         return rank.backend.batch_get_v1(keys, rank.indices(pages))
+
+    def get_while_loads_fail(self, name: str, keys: list[str], pages: list[int]) -> Any:
+        """`get`, where asking for blocks of the cold tier raises."""
+        from kvpager.api.remote_space import RemoteSpace
+        from kvpager.tiers.errors import ServiceUnavailableError
+
+        def fail(*_: object, **__: object) -> Any:
+            raise ServiceUnavailableError("as asked for")
+
+        with mock.patch.object(RemoteSpace, "load", fail):
+            return self.get(name, keys, pages)
 
     def set_flat(self, name: str, keys: list[str], pages: list[int]) -> Any:
         """As the controller does without ``interface_v1``."""

@@ -360,6 +360,12 @@ def test_pages_come_up_from_the_cold_tier_and_a_record_that_is_altered_is_a_miss
             time.sleep(0.05)
         assert sglang.ask("get", "rank", keys=KEYS[:2], pages=PAGES[:2]) == [True] * 2
         assert sglang.ask("digests", "rank", pages=PAGES[:2]) == stored[:2]
+        # Nothing stays leased by a call that failed half way.
+        assert sglang.ask("get_while_loads_fail", "rank", keys=KEYS, pages=ELSEWHERE) == [False] * 4
+        with connect(url_of(sidecar)) as connection:
+            while connection.stats()["sidecar"]["leased"]:
+                assert time.monotonic() < until
+                time.sleep(0.05)
         alter_records(cold)
         assert sglang.ask("get", "rank", keys=KEYS, pages=ELSEWHERE) == [True, True, False, False]
     sglang.ask("close", "rank")
