@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -522,6 +523,8 @@ class Connection:
     def _await(self, call: Call[_T], answered: threading.Lock) -> None:
         """Wait until a call is done, or was waited for long enough; read, if nobody else does."""
         until = time.monotonic() + (0.0 if self.core.stalled else call.ask.seconds + self.timeout)
+        if call.ask.until is not None:
+            until = min(until, call.ask.until)
         with self._lock:
             if call.done:
                 return
@@ -607,13 +610,16 @@ class Connection:
             self._write()
         return refused
 
-    def commit(self, space: ClientSpace, handles: Handles, *, lenient: bool = False) -> int:
-        """Reserved slots are written; returns how many were not reserved."""
+    def commit(
+        self, space: ClientSpace, handles: Handles, *, lenient: bool = False, until: float | None = None
+    ) -> int:
+        """Reserved slots are written, see `Ask.until`; returns how many were not reserved."""
         with self._lock:
             self.check_open()
             written, refused = self.core.start_commit(space, handles)
         if len(written):
-            self.ask(self.core.committing(space, written, lenient=lenient))
+            ask = self.core.committing(space, written, lenient=lenient)
+            self.ask(ask if until is None else replace(ask, until=until))
         return refused
 
     def start_commit(self, space: ClientSpace, handles: Handles) -> tuple[Handles, int]:

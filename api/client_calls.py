@@ -32,6 +32,7 @@ class Ask(Generic[_T]):
         insists: whether it is sent also to a sidecar that does not answer just now.
         refused: is told of an error that came in place of the reply.
         sends: bytes of blocks that it sends; one operation of a connection at a time makes such requests.
+        until: when a thread that made it waits no longer, of `time.monotonic()`, whatever else is said here.
     """
 
     space: ClientSpace | None
@@ -45,6 +46,7 @@ class Ask(Generic[_T]):
     insists: bool = False
     refused: Callable[[KVPagerError], object] | None = None
     sends: int = 0
+    until: float | None = None
 
 
 class Call(Generic[_T]):

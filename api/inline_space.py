@@ -45,8 +45,8 @@ class InlineSpace(RemoteSpace):
 
     Calls are those of `RemoteSpace`. A lease has copies of its blocks, which are fetched as it is made, and a
     reservation has a buffer, which is sent as it is committed. What is about places in the sidecar's memory
-    raises `NotInPlaceError`: `addresses`, `slots_at`, `view`, `readable_in_place`, `for_steps`, and
-    `lease` and `commit` of slots.
+    raises `NotInPlaceError`: `addresses`, `slots_at`, `view`, `readable_in_place`, `for_steps`, `until`,
+    and `lease` and `commit` of slots.
     """
 
     def __init__(self, shell: InlineShell, space: ClientSpace) -> None:
@@ -119,6 +119,14 @@ class InlineSpace(RemoteSpace):
 
     def for_steps(self) -> RemoteSpace:
         """Not over TCP: an engine's steps read blocks in place.
+
+        Raises:
+            NotInPlaceError: always.
+        """
+        raise not_here()
+
+    def until(self, deadline: float) -> RemoteSpace:
+        """Not over TCP, as `for_steps`.
 
         Raises:
             NotInPlaceError: always.

@@ -77,8 +77,10 @@ class Shell(Protocol):
         """`ClientCore.abort`, sent."""
         ...
 
-    def commit(self, space: ClientSpace, handles: Handles, *, lenient: bool = False) -> int:
-        """Commit, and wait for it; returns how many were refused at once."""
+    def commit(
+        self, space: ClientSpace, handles: Handles, *, lenient: bool = False, until: float | None = None
+    ) -> int:
+        """Commit, and wait for it, see `Ask.until`; returns how many were refused at once."""
         ...
 
 
@@ -157,9 +159,15 @@ class RemoteSpace(SlotSpace):
         shell: the connection.
         space: what its core knows of it.
         lenient: whether calls do not raise of a strict connection either (`for_steps`).
+        deadline: of all calls together, see `until`.
+
+    Attributes:
+        deadline: of all calls together, of `time.monotonic()`; None: each has the connection's time.
     """
 
-    def __init__(self, shell: Shell, space: ClientSpace, *, lenient: bool = False) -> None:
+    def __init__(
+        self, shell: Shell, space: ClientSpace, *, lenient: bool = False, deadline: float | None = None
+    ) -> None:
         super().__init__(space.layout, space.arena.extent_bytes, space.arena.num_extents)
         self.shard = space.shard
         self.tenant = space.tenant
@@ -167,6 +175,7 @@ class RemoteSpace(SlotSpace):
         self._shell = shell
         self._space = space
         self._lenient = lenient
+        self.deadline = deadline
         self._asks = SpaceAsks(shell.core, space, self, lenient=lenient)
 
     def for_steps(self) -> RemoteSpace:
@@ -176,6 +185,14 @@ class RemoteSpace(SlotSpace):
         has no room), and computes again what is lost.
         """
         return RemoteSpace(self._shell, self._space, lenient=True)
+
+    def until(self, deadline: float) -> RemoteSpace:
+        """The same for some calls that have one deadline together: none of them waits for an answer after it.
+
+        Args:
+            deadline: of `time.monotonic()`. Its attribute of that name may be put off between two calls.
+        """
+        return RemoteSpace(self._shell, self._space, lenient=self._lenient, deadline=deadline)
 
     @property
     def closed(self) -> bool:
@@ -210,18 +227,18 @@ class RemoteSpace(SlotSpace):
     ) -> Lease:
         """Lease the leading blocks that are resident. See `HostSpace.match`."""
         names = self._asks.hashes(hashes, tokens, chain)
-        return self._shell.ask(self._asks.match(names, cold_deadline, start))
+        return self._ask(self._asks.match(names, cold_deadline, start))
 
     def count_resident(self, hashes: Sequence[bytes]) -> int | None:
         """How many leading blocks are resident; None where the sidecar does not answer. Counts no hits."""
-        return self._shell.ask(self._asks.count_resident(hashes))
+        return self._ask(self._asks.count_resident(hashes))
 
     def lease(self, slots: Ids, generations: Generations, *, used: bool = False) -> npt.NDArray[np.bool_]:
         """Lease remembered slots, each once. See `HostSpace.lease`."""
         self._check_open()
         if not len(slots):
             return np.zeros(0, dtype=np.bool_)
-        return self._shell.ask(self._asks.lease(slots, generations, used=used))
+        return self._ask(self._asks.lease(slots, generations, used=used))
 
     def release(self, slots: Ids, generations: Generations) -> None:
         """End leases. Does not wait: what cannot be said now is said by the next connection."""
@@ -238,7 +255,7 @@ class RemoteSpace(SlotSpace):
         self, hashes: Sequence[bytes], *, wait: float = 0.0, lineage: Lineage | None = None
     ) -> Reservation:
         """`reserve` that trusts its arguments."""
-        return self._shell.ask(self._asks.reserve(hashes, wait, lineage))
+        return self._ask(self._asks.reserve(hashes, wait, lineage))
 
     def commit(self, slots: Ids, generations: Generations, *, in_cold: bool = False) -> None:
         """Reserved slots are written: let them be found. Waits for the reply.
@@ -251,7 +268,7 @@ class RemoteSpace(SlotSpace):
         self._check_open()
         handles = handles_of(slots, generations)
         if len(handles):
-            self._refused("commit", self._shell.commit(self._space, handles, lenient=self._lenient))
+            self._refused("commit", self._commit(handles))
 
     def abort(self, slots: Ids, generations: Generations) -> None:
         """Reserved slots will not be written. Does not wait, as `release`."""
@@ -259,19 +276,19 @@ class RemoteSpace(SlotSpace):
 
     def pin(self, hashes: Sequence[bytes], *, ttl: float | None = None) -> int:
         """Keep resident blocks in host memory until `unpin`, or for `ttl` seconds. See `HostSpace.pin`."""
-        return self._shell.ask(self._asks.pin(hashes, ttl))
+        return self._ask(self._asks.pin(hashes, ttl))
 
     def hint(self, hashes: Sequence[bytes], *, wanted: bool, retention: Retention | None = None) -> int:
         """Advice: these blocks will be wanted soon, or not again. See `HostSpace.hint`."""
-        return self._shell.ask(self._asks.hint(hashes, wanted, retention))
+        return self._ask(self._asks.hint(hashes, wanted, retention))
 
     def unpin(self, hashes: Sequence[bytes]) -> int:
         """End a pin; returns how many of the blocks were pinned."""
-        return self._shell.ask(self._asks.unpin(hashes))
+        return self._ask(self._asks.unpin(hashes))
 
     def evict(self, count: int) -> int:
         """Let go of up to `count` blocks, coldest first; returns how many went."""
-        return self._shell.ask(self._asks.evict(count))
+        return self._ask(self._asks.evict(count))
 
     def room_may_come(self, held: int) -> bool:
         """Whether waiting for slots may help: others have some, or there will be more that a GPU may read.
@@ -281,13 +298,13 @@ class RemoteSpace(SlotSpace):
         Args:
             held: how many different slots the caller has leased itself.
         """
-        return bool(self._shell.ask(self._asks.room_may_come(held))) or is_being_mapped(self._space)
+        return bool(self._ask(self._asks.room_may_come(held))) or is_being_mapped(self._space)
 
     def load(
         self, hashes: Sequence[bytes], deadline: float, *, start: ChainPlace | None = CHAIN_START
     ) -> Lease:
         """Bring blocks up from the cold tier and lease the leading ones that are resident then."""
-        return self._shell.ask(self._asks.load(hashes, deadline, start))
+        return self._ask(self._asks.load(hashes, deadline, start))
 
     def start_load(self, hashes: Sequence[bytes], *, start: ChainPlace | None = CHAIN_START) -> RemoteLoad:
         """Start bringing up from the cold tier what it has of the leading blocks; returns at once."""
@@ -295,7 +312,7 @@ class RemoteSpace(SlotSpace):
 
     def demote(self, hashes: Sequence[bytes], *, deadline: float = 30.0) -> int:
         """See `HostSpace.demote`. For operators: a token of tenants is refused."""
-        return self._shell.ask(self._asks.demote(hashes, deadline))
+        return self._ask(self._asks.demote(hashes, deadline))
 
     def purge(self, hashes: Sequence[bytes], *, note: bytes = b"", deadline: float = 30.0) -> Purged:
         """Have blocks, and a note, be gone from host memory and the cold tier. See `Connection.purge_tenant`.
@@ -303,7 +320,7 @@ class RemoteSpace(SlotSpace):
         Raises:
             ServiceUnavailableError: the sidecar does not answer.
         """
-        return self._shell.ask(self._asks.purge(hashes, note, deadline))
+        return self._ask(self._asks.purge(hashes, note, deadline))
 
     def purge_session(self, name: str, *, root: bytes, deadline: float = 30.0) -> Purged:
         """Have a session that was saved be gone, its record and its blocks, those that others share included.
@@ -320,20 +337,26 @@ class RemoteSpace(SlotSpace):
             ServiceUnavailableError: the sidecar does not answer.
         """
         key = session_key(expect_bytes("root", root, HASH_BYTES), expect_text("name", name))
-        found = self._shell.ask(self._asks.get_note(key, deadline, required=True))
+        found = self._ask(self._asks.get_note(key, deadline, required=True))
         return self.purge(session_blocks(found, self.layout), note=key, deadline=deadline)
 
     def put_note(self, name: bytes, value: bytes, deadline: float | None = None) -> bool:
         """Keep a small named record in the cold tier; False where there is none or it did not take it."""
         seconds = self._shell.timeout if deadline is None else deadline
-        return bool(self._shell.ask(self._asks.put_note(name, value, seconds)))
+        return bool(self._ask(self._asks.put_note(name, value, seconds)))
 
     def get_note(self, name: bytes, deadline: float | None = None) -> bytes | None:
         """A named record from the cold tier, or None."""
         seconds = self._shell.timeout if deadline is None else deadline
-        return self._shell.ask(self._asks.get_note(name, seconds))
+        return self._ask(self._asks.get_note(name, seconds))
 
     # Inside
+
+    def _ask(self, ask: Ask[_T]) -> _T:
+        return self._shell.ask(ask if self.deadline is None else replace(ask, until=self.deadline))
+
+    def _commit(self, handles: Handles) -> int:
+        return self._shell.commit(self._space, handles, lenient=self._lenient, until=self.deadline)
 
     def _check_open(self) -> None:
         self._shell.check_open()

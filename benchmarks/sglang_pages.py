@@ -26,6 +26,9 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         ServeProcess(Path(folder) / "s", host_bytes=2 << 30) as sidecar,
     ):
+        weights = Path(folder) / "model.safetensors"
+        weights.write_bytes(b"of no model")
+        sglang_engine.WEIGHTS = str(weights)
         for layout in ("page_first", "layer_first"):
             measure(f"unix://{sidecar.path}", layout)
 

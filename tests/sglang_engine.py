@@ -1,6 +1,6 @@
 """SGLang's host pools, factory and controller with a `KVPagerHiCache`, told by lines of JSON what to do.
 
-    python sglang_engine.py
+    python sglang_engine.py WEIGHTS
 
 Run by an environment that has SGLang. Each line of standard input is a map of ``call`` and its arguments;
 each answer a line of standard output after the mark.
@@ -11,18 +11,21 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import os
 import sys
 import threading
 import time
 import traceback
 from typing import Any
+from unittest import mock
 
 import torch
 
 MARK = "@kvpager@ "
 LAYERS, HEADS, DIM = 3, 2, 32
 MODULE = "kvpager.api.integrations.sglang"
+WEIGHTS = ""
 
 _vision: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
 """What torchvision's own library would define; there is none for a torch without CUDA."""
@@ -130,6 +133,7 @@ def extra_config(url: str, by_pointer: bool, extra: dict[str, Any] | None) -> di
         "class_name": "KVPagerHiCache",
         "interface_v1": int(by_pointer),
         "kvpager_url": url,
+        "kvpager_model": WEIGHTS,
         **(extra or {}),
     }
 
@@ -167,6 +171,17 @@ class Engine:
     def get(self, name: str, keys: list[str], pages: list[int]) -> Any:
         rank = self._ranks[name]
         return rank.backend.batch_get_v1(keys, rank.indices(pages))
+
+    def get_while_loads_fail(self, name: str, keys: list[str], pages: list[int]) -> Any:
+        """`get`, where asking for blocks of the cold tier raises."""
+        from kvpager.api.remote_space import RemoteSpace
+        from kvpager.tiers.errors import ServiceUnavailableError
+
+        def fail(*_: object, **__: object) -> Any:
+            raise ServiceUnavailableError("as asked for")
+
+        with mock.patch.object(RemoteSpace, "load", fail):
+            return self.get(name, keys, pages)
 
     def set_flat(self, name: str, keys: list[str], pages: list[int]) -> Any:
         """As the controller does without ``interface_v1``."""
@@ -255,8 +270,35 @@ class Engine:
         from sglang.srt.server_args import ServerArgs
 
         others = ("model_path", "revision", "random_seed", "lora_paths")
-        wanted = (*ENGINE_FIELDS, *others, "speculative_draft_model_path")
+        draft = ("speculative_draft_model_path", "speculative_draft_model_revision")
+        wanted = (*ENGINE_FIELDS, *others, *draft)
         return [name for name in wanted if name not in ServerArgs.__struct_fields__]
+
+    def page_name(self, arguments: dict[str, Any], model: str = "") -> str | None:
+        """What a page is called where the engine of this process was started with these arguments."""
+        from kvpager.api.integrations.sglang.identity import PageNames
+        from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+        from sglang.srt.runtime_context import get_context, reset_context
+        from sglang.srt.server_args import ServerArgs
+
+        get_context().set_server_args(ServerArgs(**arguments))
+        try:
+            ranks = {f"{kind}_rank": 0 for kind in ("tp", "pp", "attn_cp")}
+            sizes = {f"{kind}_size": 1 for kind in ("tp", "pp", "attn_cp")}
+            config = HiCacheStorageConfig(
+                **ranks,
+                **sizes,
+                is_mla_model=False,
+                enable_storage_metrics=False,
+                is_page_first_layout=True,
+                model_name="a-model",
+            )
+            names = PageNames(config, model, logging.getLogger("sglang.kvpager"))
+        finally:
+            reset_context()
+        names.wait(20)
+        named = names.of(["a page"])
+        return None if named is None else named[0].hex()
 
     def hashes(self) -> str | None:
         """Why SGLang cannot name pages here; it compiles what does so when it is first used."""
@@ -337,4 +379,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    WEIGHTS = sys.argv[1]
     main()

@@ -30,15 +30,19 @@ class SGLang:
     """One process with SGLang. A context manager, at whose end it is killed.
 
     Args:
-        folder: where its log goes, ``sglang.log``.
+        folder: where its log goes, ``sglang.log``, a model's weights, and in ``hub`` a Hugging Face cache.
     """
 
     def __init__(self, folder: Path) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        self.folder = folder
         self._path = folder / "sglang.log"
+        weights = folder / "weights" / "model.safetensors"
+        weights.parent.mkdir()
+        weights.write_bytes(b"the same for every process")
         self._log = self._path.open("a")
         self.process = subprocess.Popen(
-            [require_sglang(), str(_ROOT / "tests" / "sglang_engine.py")],
+            [require_sglang(), str(_ROOT / "tests" / "sglang_engine.py"), str(weights)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -48,6 +52,7 @@ class SGLang:
                 "PYTHONPATH": str(_ROOT / ".links"),
                 "PYTHONSAFEPATH": "1",
                 "HF_HUB_OFFLINE": "1",
+                "HF_HUB_CACHE": str(folder / "hub"),
                 "OMP_NUM_THREADS": "1",
                 "CUDA_VISIBLE_DEVICES": "",
             },

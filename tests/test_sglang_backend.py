@@ -156,6 +156,77 @@ def test_ranks_stages_models_types_page_sizes_and_layouts_find_nothing_of_each_o
         sglang.ask("close", f"v{at}")
 
 
+def test_a_page_has_another_name_where_any_of_sglangs_arguments_that_alter_kv_is_another_one(
+    sglang: SGLang, tmp_path: Path
+) -> None:
+    def weights(name: str, content: bytes) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+        return str(tmp_path / name)
+
+    scales = tmp_path / "scales.json"
+    scales.write_text("1")
+    a, b = weights("a", b"a"), weights("b", b"b")
+    base = {"model_path": a}
+    names = [sglang.ask("page_name", arguments=base)]
+    assert names[0] is not None
+    # What is read does not name pages by where it lies.
+    assert sglang.ask("page_name", arguments={"model_path": weights("elsewhere", b"a")}) == names[0]
+    assert sglang.ask("page_name", arguments={**base, "port": 7, "served_model_name": "x"}) == names[0]
+    for changed in (
+        {"model_path": b},
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"quantization_param_path": str(scales)},
+        {"json_model_override_args": '{"rope_theta": 1}'},
+        {"context_length": 77},
+        {"load_format": "safetensors"},
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "random_seed": 5},
+        {"speculative_algorithm": "EAGLE"},
+        {"speculative_draft_model_path": a},
+        {"speculative_draft_model_path": b},
+        {"trust_remote_code": True},
+        {"model_impl": "transformers"},
+        {"model_loader_extra_config": '{"a": 1}'},
+        {"custom_weight_loader": ["a.loader"]},
+        {"modelopt_quant": "fp8"},
+        {"rl_quant_profile": "a"},
+        {"forward_hooks": [{"name": "a"}]},
+        {"lora_paths": [f"one={a}"]},
+        {"lora_paths": [f"two={a}"]},
+        {"lora_paths": {"one": b}},
+        {"lora_paths": [{"lora_name": "both", "lora_path": b}, f"one={a}"]},
+    ):
+        names.append(sglang.ask("page_name", arguments={**base, **changed}))
+        assert names[-1] not in [None, *names[:-1]], changed
+    scales.write_text("2")
+    names.append(sglang.ask("page_name", arguments={**base, "quantization_param_path": str(scales)}))
+    for file in ("config.json", "hf_quant_config.json", "modeling_own.py"):
+        (tmp_path / "a" / file).write_text("{}")
+        names.append(sglang.ask("page_name", arguments=base))
+    assert len(set(names)) == len(names)
+    assert sglang.ask("page_name", arguments={"model_path": str(tmp_path / "nowhere")}) is None
+
+
+def test_the_model_may_be_one_of_a_hugging_face_cache_by_its_name_and_revision(sglang: SGLang) -> None:
+    folder = sglang.folder / "hub" / "models--some--model"
+    for revision in ("a" * 40, "b" * 40):
+        weights = folder / "snapshots" / revision / "model.safetensors"
+        weights.parent.mkdir(parents=True)
+        weights.write_text(revision)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("a" * 40)
+    arguments = {"model_path": "some/model"}
+    main = sglang.ask("page_name", arguments=arguments)
+    assert main is not None
+    assert sglang.ask("page_name", arguments=arguments, model="some/model") == main
+    assert sglang.ask("page_name", arguments={**arguments, "revision": "a" * 40}) == main
+    assert sglang.ask("page_name", arguments={**arguments, "revision": "b" * 40}) not in (None, main)
+    assert sglang.ask("page_name", arguments=arguments, model="some/other") is None
+
+
 def test_ranks_of_a_latent_cache_share_their_pages(sglang: SGLang, sidecar: ServeProcess) -> None:
     make(sglang, sidecar, "writer", 1, kind="mla", rank=(0, 2))
     make(sglang, sidecar, "reader", 2, kind="mla", rank=(1, 2))
@@ -234,6 +305,40 @@ def test_a_sidecar_that_is_absent_stalls_or_dies_costs_hits_and_is_said_once(
     sglang.ask("close", "rank")
 
 
+def test_a_call_waits_no_longer_than_it_was_told_and_for_no_clear(sglang: SGLang, tmp_path: Path) -> None:
+    seconds = 1.0
+    with ServeProcess(tmp_path / "s", host_bytes=64 << 20) as sidecar:
+        make(sglang, sidecar, "rank", 1, extra={"kvpager_lookup_seconds": seconds})
+        assert sglang.ask("set", "rank", keys=KEYS[:2], pages=PAGES[:2]) == [True] * 2
+        sidecar.kill()
+        assert sglang.ask("clear", "rank") == "ServiceUnavailableError"
+        sidecar.start()
+        until = time.monotonic() + 20
+        with connect(url_of(sidecar)) as connection:
+            while not any(one["name"].startswith("sglang") for one in connection.clients().values()):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        # It is made up for while the sidecar does not answer.
+        sidecar.pause()
+        began = time.monotonic()
+        for _ in range(3):
+            assert sglang.ask("exists", "rank", keys=KEYS)[0] == 0
+            assert sglang.ask("set", "rank", keys=KEYS, pages=PAGES) == [False] * 4
+        assert time.monotonic() - began < seconds
+        sidecar.resume()
+        while not all(sglang.ask("set", "rank", keys=KEYS[:1], pages=PAGES[:1])):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert sglang.ask("exists", "rank", keys=KEYS)[0] == 1
+        # As long as it takes to see that it does not answer, once for what one call asks of it.
+        sidecar.pause()
+        began = time.monotonic()
+        assert sglang.ask("get", "rank", keys=KEYS, pages=PAGES) == [False] * 4
+        assert seconds / 2 < time.monotonic() - began < seconds * 1.6
+        sidecar.resume()
+    sglang.ask("close", "rank")
+
+
 def test_pages_come_up_from_the_cold_tier_and_a_record_that_is_altered_is_a_miss(
     sglang: SGLang, tmp_path: Path
 ) -> None:
@@ -255,6 +360,12 @@ def test_pages_come_up_from_the_cold_tier_and_a_record_that_is_altered_is_a_miss
             time.sleep(0.05)
         assert sglang.ask("get", "rank", keys=KEYS[:2], pages=PAGES[:2]) == [True] * 2
         assert sglang.ask("digests", "rank", pages=PAGES[:2]) == stored[:2]
+        # Nothing stays leased by a call that failed half way.
+        assert sglang.ask("get_while_loads_fail", "rank", keys=KEYS, pages=ELSEWHERE) == [False] * 4
+        with connect(url_of(sidecar)) as connection:
+            while connection.stats()["sidecar"]["leased"]:
+                assert time.monotonic() < until
+                time.sleep(0.05)
         alter_records(cold)
         assert sglang.ask("get", "rank", keys=KEYS, pages=ELSEWHERE) == [True, True, False, False]
     sglang.ask("close", "rank")
@@ -299,10 +410,15 @@ def test_what_cannot_be_kept_is_refused_with_the_reason(sglang: SGLang, sidecar:
     url = url_of(sidecar)
     refused = sglang.ask("make", "rank", url="kvpager://localhost:1")
     assert refused == (
-        "ConfigError: kvpager_url: must be unix:///path, a sidecar of this machine, got kvpager://localhost:1"
+        "ConfigError: kvpager_url: must be unix:///path, a sidecar of this machine, got 'kvpager://localhost:1'"
     )
+    secret = sglang.ask("make", "rank", url="kvpager://me:hidden@localhost:1?password=hidden")
+    assert secret.startswith("ConfigError: kvpager_url")
+    assert "hidden" not in secret
     assert "kvpager_tennant" in sglang.ask("make", "rank", url=url, extra={"kvpager_tennant": "a"})
-    assert "SGLang does not say which model" in sglang.ask("make", "rank", url=url, model_name=None)
+    for name in (None, "a-model"):
+        unknown = sglang.ask("make", "rank", url=url, model_name=name, extra={"kvpager_model": ""})
+        assert "SGLang does not say which model" in unknown
     make(sglang, sidecar, "rank", 1)
     assert sglang.ask("register_second_pool", "rank", pool_name="kv") is None
     assert "keeps KV alone" in sglang.ask("register_second_pool", "rank", pool_name="mamba")

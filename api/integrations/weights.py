@@ -17,6 +17,19 @@ _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _SHA_DIGITS: Final = (40, 64)
 """Of git's and of large files' digests, by which a Hugging Face cache names its blobs."""
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+_CODE: Final = ".py"
+"""Of a model that brings its own."""
+_CONFIGURATIONS: Final = frozenset(
+    (
+        "config.json",
+        "params.json",
+        "adapter_config.json",
+        # How weights are quantised, as ModelOpt, AutoGPTQ and AutoAWQ write it.
+        "hf_quant_config.json",
+        "quantize_config.json",
+        "quant_config.json",
+    )
+)
 
 
 def folder_of(model: str, revision: str | None) -> Path:
@@ -34,7 +47,7 @@ def folder_of(model: str, revision: str | None) -> Path:
 
 
 def digest_folder(folder: Path) -> bytes:
-    """32 bytes that name the weights in a folder by their content, and its configuration files.
+    """32 bytes that name the weights in a folder by their content, its configuration files and its code.
 
     Files of a Hugging Face cache are links to blobs that are named by their digests, and are not read.
 
@@ -53,9 +66,9 @@ def digest_folder(folder: Path) -> bytes:
 
 def _files(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
-        if path.is_file() and (
-            path.suffix in _WEIGHTS or path.name in ("adapter_config.json", "config.json")
-        ):
+        if (
+            path.suffix in _WEIGHTS or path.suffix == _CODE or path.name in _CONFIGURATIONS
+        ) and path.is_file():
             yield path
 
 
@@ -75,7 +88,7 @@ def _digest_file(path: Path) -> bytes:
 
 
 def state_of_folder(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """Which weights and configurations a folder has: name, inode, bytes and time of change of each."""
+    """The files that `digest_folder` reads of a folder: name, inode, bytes and time of change of each."""
     looks = ((path.name, path.stat()) for path in sorted(_files(folder)))
     return tuple((name, look.st_ino, look.st_size, look.st_mtime_ns) for name, look in looks)
 

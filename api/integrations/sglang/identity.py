@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,8 +26,15 @@ ENGINE_FIELDS: Final = (
     "context_length",
     "load_format",
     "speculative_algorithm",
+    "trust_remote_code",
+    "model_impl",
+    "model_loader_extra_config",
+    "custom_weight_loader",
+    "modelopt_quant",
+    "rl_quant_profile",
+    "forward_hooks",
 )
-"""Of SGLang's arguments: how KV is computed, beside the files that are read."""
+"""Of SGLang's arguments: how KV is computed, beside the files that are read. Not every release has all."""
 
 
 def engine_arguments() -> Any | None:
@@ -57,18 +64,21 @@ class PageNames:
 
     Args:
         config: SGLang's.
-        model: folder or file of the weights; empty: that of the engine of this process.
+        model: folder, file or Hugging Face name of the weights; empty: that of the engine of this process.
         log: where it is said that they cannot be digested.
 
     Raises:
-        ConfigError: nothing says which model it is.
+        ConfigError: nothing says which weights it has.
     """
 
     def __init__(self, config: HiCacheStorageConfig, model: str, log: logging.Logger) -> None:
         self._engine = engine_arguments()
         name = config.model_name or ""
-        if not name and not model and self._engine is None:
-            raise ConfigError("kvpager_model", "is needed: SGLang does not say which model this is")
+        if not model and self._engine is None:
+            raise ConfigError(
+                "kvpager_model",
+                "is needed: SGLang does not say which model this is, but for a name, which others may have",
+            )
         self._root = Digest(lambda: _root(name, model, self._engine), log)
 
     def wait(self, seconds: float) -> None:
@@ -92,17 +102,17 @@ class PageNames:
 def _root(name: str, model: str, engine: Any | None) -> bytes:
     parts: list[bytes] = [name.encode()]
     if model:
-        parts.append(digest_folder(Path(model)))
+        parts.append(digest_folder(folder_of(model, None)))
     elif engine is not None and str(engine.load_format) == "dummy":
         parts.append(f"dummy|{engine.model_path}|{engine.random_seed}".encode())
     elif engine is not None:
         parts.append(digest_folder(folder_of(engine.model_path, engine.revision)))
     if engine is not None:
-        parts += [f"{field}={getattr(engine, field)}".encode() for field in ENGINE_FIELDS]
-        parts += _digest_named(engine.quantization_param_path, lambda path: path.read_bytes())
-        parts += _digest_named(
-            engine.speculative_draft_model_path, lambda path: digest_folder(folder_of(str(path), None))
-        )
+        parts += [f"{field}={getattr(engine, field, None)}".encode() for field in ENGINE_FIELDS]
+        scales = engine.quantization_param_path
+        parts.append(b"" if scales is None else Path(scales).read_bytes())
+        draft, revision = engine.speculative_draft_model_path, engine.speculative_draft_model_revision
+        parts.append(b"" if draft is None else digest_folder(folder_of(draft, revision)))
         # SGLang numbers these adapters by name and path: other files there are another adapter.
         for adapter in sorted(map(str, engine.lora_paths or ())):
             parts.append(adapter.encode())
@@ -112,10 +122,6 @@ def _root(name: str, model: str, engine: Any | None) -> bytes:
     for part in parts:
         state.update(len(part).to_bytes(8, "little") + part)
     return ChainIdentity(state.digest()).root
-
-
-def _digest_named(path: str | None, digest: Callable[[Path], bytes]) -> list[bytes]:
-    return [b"" if path is None else digest(Path(path))]
 
 
 def _adapter_paths(adapters: Any) -> list[str]:

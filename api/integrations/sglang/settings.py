@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from ....tiers.errors import ConfigError
-from ....tiers.settings import expect_seconds, expect_text
+from ....tiers.settings import expect_seconds, expect_text, shown_url
 from ...endpoint import endpoint_of
 from ...listening import default_socket_path
 
@@ -24,7 +24,7 @@ class BackendSettings:
         url: of a sidecar on this machine, ``unix:///path``; empty: where ``kvpager serve`` listens by itself.
         tenant: whose the pages are: quotas go by it, and ``clear`` removes all of it.
         lookup_seconds: how long a call waits at most for the sidecar, its cold tier included.
-        model: folder or file of the weights; empty: that of the engine.
+        model: folder, file or Hugging Face name of the weights; empty: that of the engine.
 
     Raises:
         ConfigError: a value is of a wrong type or out of range, or the sidecar is not one of this machine.
@@ -38,7 +38,9 @@ class BackendSettings:
     def __post_init__(self) -> None:
         url = expect_text("kvpager_url", self.url, empty=True) or f"unix://{default_socket_path()}"
         if ("://" in url and not url.startswith("unix://")) or not endpoint_of(url, None, None).local:
-            raise ConfigError("kvpager_url", f"must be unix:///path, a sidecar of this machine, got {url}")
+            raise ConfigError(
+                "kvpager_url", f"must be unix:///path, a sidecar of this machine, got {shown_url(url)}"
+            )
         object.__setattr__(self, "url", url)
         expect_text("kvpager_tenant", self.tenant)
         expect_seconds("kvpager_lookup_seconds", self.lookup_seconds, above=True)

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
 )
 
-from ....kvstore.handles import Lease, ReserveStatus
+from ....kvstore.handles import Lease, Reservation, ReserveStatus
 from ....kvstore.lineage import NO_PARENT, ChainPlace, Lineage
 from ....tiers.errors import KVPagerError, LayoutError
 from ....tiers.layout import KVLayout
@@ -41,6 +41,8 @@ _log = logging.getLogger("sglang.kvpager")
 _CONNECT_SECONDS: Final = 1.0
 _DIGEST_SECONDS: Final = 5.0
 """How long an engine's start waits for the digest of its weights."""
+_COLD_SHARE: Final = 0.8
+"""Of the time that is left to a call: what the cold tier may take of it. The rest is for the answer's way."""
 _ROOM_SECONDS: Final = 0.05
 """How long a store waits for room in the sidecar."""
 _CLEAR_SECONDS: Final = 30.0
@@ -89,7 +91,7 @@ class KVPagerHiCache(HiCacheStorage):
         """Layouts of tensors that were stored, or will be."""
         self._kind = ""
         self._clearing = threading.Lock()
-        """Held while pages are published, and while all of them are removed."""
+        """Held while pages are published, and while all of them are removed. See `_publish`."""
         self._clears = 0
         self._clear_is_due = False
         self._link.wait(_CONNECT_SECONDS)
@@ -141,7 +143,8 @@ class KVPagerHiCache(HiCacheStorage):
         found = 0
         if names:
             layouts = self._flat.values() if self._pages is None else (self._pages.layout,)
-            found = max((self._leading(layout, names) for layout in tuple(layouts)), default=0)
+            deadline = self._deadline()
+            found = max((self._leading(layout, names, deadline) for layout in tuple(layouts)), default=0)
         self._tally.add(found_pages=found, missed_pages=len(keys) - found)
         return found
 
@@ -232,9 +235,8 @@ class KVPagerHiCache(HiCacheStorage):
         Raises:
             KVPagerError: the sidecar does not answer. Until that was made up for nothing is found or kept.
         """
+        self._clear_is_due = True  # at once: nobody waits for the lock with pages that are to be gone
         with self._clearing:
-            self._clears += 1
-            self._clear_is_due = True
             self._clear_now()
 
     def get_stats(self) -> StorageMetrics:
@@ -250,27 +252,48 @@ class KVPagerHiCache(HiCacheStorage):
     # Inside
 
     def _clear_now(self) -> None:
+        """With the lock held."""
+        self._clear_is_due = True
+        self._clears += 1
         self._link.purge(self._settings.tenant, _CLEAR_SECONDS)
         self._clear_is_due = False
 
-    def _space(self, layout: KVLayout) -> RemoteSpace | None:
-        """Where these pages are; None where that cannot be asked now."""
+    def _start_clear(self) -> None:
+        """Make up for a clear in a thread of its own, unless there is one: no call waits for it."""
+        if self._clearing.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._make_up, name="kvpager-clear", daemon=True).start()
+            except BaseException:
+                self._clearing.release()
+                raise
+
+    def _make_up(self) -> None:
+        try:
+            self._clear_now()
+        except KVPagerError:
+            self._link.pause()
+        finally:
+            self._clearing.release()
+
+    def _deadline(self) -> float:
+        """Of a call that is made now, of `time.monotonic()`."""
+        return time.monotonic() + self._settings.lookup_seconds
+
+    def _space(self, layout: KVLayout, deadline: float) -> RemoteSpace | None:
+        """Where these pages are, for calls until then; None where that cannot be asked now."""
         if not self._link.ready:
             return None
         if self._clear_is_due:
-            try:
-                with self._clearing:
-                    if self._clear_is_due:
-                        self._clear_now()
-            except KVPagerError:
-                self._link.pause()
-                return None
-        return self._link.space(layout, self._shard)
+            self._start_clear()
+            return None
+        space = self._link.space(layout, self._shard)
+        # It may have been opened.
+        return None if space is None or time.monotonic() >= deadline else space.until(deadline)
 
-    def _leading(self, layout: KVLayout, names: list[bytes]) -> int:
+    def _leading(self, layout: KVLayout, names: list[bytes], deadline: float) -> int:
         """How many of these, from the first, are in host memory or in the cold tier."""
         try:
-            space = self._space(layout)
+            space = self._space(layout, deadline)
             if space is None:
                 return 0
             # A look that counts as no use: whoever finds something gets it next.
@@ -278,9 +301,8 @@ class KVPagerHiCache(HiCacheStorage):
             if found is None:
                 self._link.pause()
                 return 0
-            if found < len(names):
-                rest = names[found:]
-                with space.match(rest, cold_deadline=self._settings.lookup_seconds, start=None) as lease:
+            if found < len(names) and (cold := _cold_seconds(deadline)):
+                with space.match(names[found:], cold_deadline=cold, start=None) as lease:
                     found += len(lease) + lease.cold
             return found
         except KVPagerError as error:
@@ -292,10 +314,12 @@ class KVPagerHiCache(HiCacheStorage):
         came, began = 0, time.monotonic()
         try:
             names = self._names.of(keys)
-            space = None if not names else self._space(layout)
+            deadline = self._deadline()
+            space = None if not names else self._space(layout, deadline)
             if space is not None and names:
-                with self._leased(space, names) as lease:
-                    count, lost = len(lease), self._link.lost
+                lost = self._link.lost
+                with self._leased(space, names, deadline) as lease:
+                    count = len(lease)
                     if count:
                         copy(np.arange(count), space.addresses(lease.slots))
                     if self._link.lost is lost:  # else its memory may have held other pages meanwhile
@@ -307,15 +331,15 @@ class KVPagerHiCache(HiCacheStorage):
         self._tally.loaded(came, len(keys) - came, came * layout.block_bytes, seconds)
         return came
 
-    def _leased(self, space: RemoteSpace, names: list[bytes]) -> Lease:
+    def _leased(self, space: RemoteSpace, names: list[bytes], deadline: float) -> Lease:
         """The leading pages that are in host memory, brought up from the cold tier where they are there."""
-        seconds, began = self._settings.lookup_seconds, time.monotonic()
-        lease = space.match(names, cold_deadline=seconds, start=None)
+        too_late = time.monotonic() + _cold_seconds(deadline)
+        lease = space.match(names, cold_deadline=_cold_seconds(deadline), start=None)
         if lease.cold and len(lease) < len(names):
-            loaded = space.load(names[: len(lease) + lease.cold], seconds, start=None)
-            lease.release()
-            lease = loaded
-        if not len(lease) and time.monotonic() - began >= seconds:
+            with lease:  # which ends also where the load raises
+                wanted = names[: len(lease) + lease.cold]
+                lease = space.load(wanted, _cold_seconds(deadline), start=None)
+        if not len(lease) and time.monotonic() >= too_late:
             self._link.pause()
         return lease
 
@@ -327,18 +351,15 @@ class KVPagerHiCache(HiCacheStorage):
         stored, began = 0, time.monotonic()
         try:
             names = self._names.of(keys)
-            space = None if not names else self._space(layout)
+            clears = self._clears  # before it is seen whether one is due
+            space = None if not names else self._space(layout, self._deadline())
             if space is not None and names:
-                clears = self._clears
                 lineage = self._lineage(names, extra_info)
                 with space.reserve(names, wait=_ROOM_SECONDS, lineage=lineage) as reservation:
                     new = reservation.new
                     if len(new):
-                        copy(new, space.addresses(reservation.slots[new]))
-                        with self._clearing:
-                            if self._clears != clears:
-                                return kept
-                            reservation.commit(new)
+                        if not self._publish(space, reservation, new, copy, clears):
+                            return kept
                         stored = len(new)
                     there = np.isin(reservation.status, _THERE)
                 there[new] = True
@@ -351,6 +372,31 @@ class KVPagerHiCache(HiCacheStorage):
                 stored, all_kept - stored, len(keys) - all_kept, stored * layout.block_bytes, seconds
             )
         return kept
+
+    def _publish(
+        self,
+        space: RemoteSpace,
+        reservation: Reservation,
+        new: npt.NDArray[np.int64],
+        copy: _Copy,
+        clears: int,
+    ) -> bool:
+        """Copy pages, and let them be found unless all were cleared since `clears`; whether they are."""
+        began = time.monotonic()
+        copy(new, space.addresses(reservation.slots[new]))
+        now = time.monotonic()
+        # It is of what the sidecar takes.
+        deadline = space.deadline = (space.deadline or began) + now - began
+        # Where all are being removed just now, that is not waited for.
+        if self._clear_is_due or not self._clearing.acquire(timeout=max(0.0, deadline - now)):
+            return False
+        try:
+            if self._clears != clears:
+                return False
+            reservation.commit(new)
+        finally:
+            self._clearing.release()
+        return True
 
     def _lineage(self, names: list[bytes], extra_info: HiCacheStorageExtraInfo | None) -> Lineage:
         """Pages of a batch follow each other; what is before them SGLang says where it is told to."""
@@ -393,3 +439,8 @@ class KVPagerHiCache(HiCacheStorage):
         if layout is None:
             layout = self._flat[key] = flat_layout(tensor.nbytes, tensor.dtype, self._kind)
         return layout
+
+
+def _cold_seconds(deadline: float) -> float:
+    """What the cold tier may take of the time until then; 0 where it has passed."""
+    return max(0.0, deadline - time.monotonic()) * _COLD_SHARE
