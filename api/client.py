@@ -433,6 +433,16 @@ class Connection:
         return self.core.ready
 
     @property
+    def event_gaps(self) -> int:
+        """Grows where events may have been missed: a connection ended or began, or some were dropped."""
+        return self.core.epoch + self.core.counters.events_lost
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the sidecar did not answer in time, and nothing was heard of it since."""
+        return self.core.stalled
+
+    @property
     def lost(self) -> tuple[Lost, ...]:
         """What was held before the last connection and is not any more."""
         with self._lock:

@@ -225,14 +225,18 @@ class Entrance:
         if self._drained is None or self._drained[0] is not large:
             self._drained = large, self._stats.steps + self._steps_until_gone()
         passed = {large.id}
+        rows = self._running.rows
+        # Prompts are computed one after the other: so many tokens come before those of who enters now.
+        ahead = int(np.maximum(self._running.counts[rows] - self._store.lengths[rows] - 1, 0).sum())
         while self._store.table.free_rows:
             sequence = self._next_to_admit(passed)
             if sequence is None:
                 break
             passed.add(sequence.id)
-            steps = sequence.params.max_tokens + -(-len(sequence.tokens) // self._step_tokens)
-            if self._stats.steps + steps <= self._drained[1]:
-                self._admit(sequence)
+            prompts = ahead + len(sequence.tokens)
+            steps = sequence.params.max_tokens + -(-prompts // self._step_tokens)
+            if self._stats.steps + steps <= self._drained[1] and self._admit(sequence):
+                ahead = prompts
         self._no_room(large, wanted)
 
     def _steps_until_gone(self) -> int:
@@ -305,6 +309,8 @@ class Entrance:
             self._give_up(sequence)
             return False
         self.enter(sequence, row)
+        if self._drained is not None and self._drained[0] is sequence:
+            self._drained = None
         # Of one that does not fit some is read in place in any case.
         if (self._swap is Swap.ATTEND and wanted > self._store.available_blocks) or self._budget.take(far):
             self._stats.attended += far > 0

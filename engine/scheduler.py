@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -159,7 +160,7 @@ class Scheduler:
         if sequence.state is SequenceState.FINISHED:
             return
         if sequence.row is not None:
-            self._leave(sequence, keep=sequence.session is not None)
+            self._leave(sequence, keep=sequence.session is not None, ends=True)
         elif sequence.id in self._held:
             del self._held[sequence.id]
         elif sequence.state is SequenceState.ASLEEP:
@@ -317,13 +318,20 @@ class Scheduler:
 
     # Inside
 
-    def _leave(self, sequence: Sequence, *, keep: bool, keep_tail: bool = True) -> None:
-        """Take a sequence's row away; with `keep` its KV sleeps, the partly filled block if `keep_tail`."""
+    def _leave(self, sequence: Sequence, *, keep: bool, keep_tail: bool = True, ends: bool = False) -> None:
+        """Take a sequence's row away; with `keep` its KV sleeps, the partly filled block if `keep_tail`.
+
+        Args:
+            ends: it is over, so it is not about to finish any more; else it is to go on soon, whenever it is
+                expected to return after its end.
+        """
         row = sequence.row
         if row is None:
             return
         self._running.leave(sequence, row)
         advice = sequence.retention
+        if advice is not None:
+            advice = replace(advice, about_to_finish=False) if ends else replace(advice, will_return=None)
         if not keep:
             self.store.close_row(row, retention=advice)
         else:

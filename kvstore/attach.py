@@ -91,11 +91,12 @@ class Attacher:
         """
         pool = self._device.pool
         end = time.monotonic() + cold_deadline
-        count = found.blocks
+        first = count = found.blocks
         while count < len(names):
             near = pool.match(names, count)
-            if len(near):
+            if len(near) or count == first:
                 pool.found(near)
+            if len(near):
                 pool.hold(near)
                 self._table.set(row, count, self._device.arena.addresses(near))
                 found.device += len(near)

@@ -22,6 +22,8 @@ __all__ = ["ChainLinks"]
 _Places = npt.NDArray[np.intp]
 _SLOT_BITS: Final = 31
 _SLOT: Final = (1 << _SLOT_BITS) - 1
+_MOST_JOINED: Final = (1 << (63 - _SLOT_BITS)) - 1
+"""Then they are counted from 1 again."""
 _NOT_TOLD: Final = 1
 """Stands for the block before one of which nobody said where in its chain it is: no block has this number."""
 _FIRST: Final = np.zeros(1, dtype=np.intp)
@@ -74,7 +76,7 @@ class ChainLinks:
             find: tells the slots of blocks by name, plus one; 0: they are not here.
         """
         names, parents = facts.names, facts.parents
-        self._joined += 1
+        self._joined = self._joined % _MOST_JOINED + 1
         mine = slots | (self._joined << _SLOT_BITS)
         self._self[slots] = mine
         up = np.empty(len(slots), dtype=np.int64)

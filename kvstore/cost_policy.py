@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from itertools import pairwise
+from math import ceil
 from typing import ClassVar, Final, NamedTuple, Unpack
 
 import numpy as np
@@ -419,9 +420,14 @@ class CostPolicy:
         if not chosen:
             self._victims.changed()
         at = ids.astype(np.intp)
-        self._let_go(Going(at, stretches(self._runs.standing[at])))
+        self._let_go(Going(at, stretches(self._runs.standing[at])), chosen=chosen)
 
-    def _let_go(self, going: Going) -> None:
+    def _let_go(self, going: Going, *, chosen: bool) -> None:
+        """These are here no more.
+
+        Args:
+            chosen: to make room, and not because they are purged, or were never written.
+        """
         self._victims.gone(going)
         runs, ghosts = self._runs, self._ghosts
         names = self._names[going.slots]
@@ -430,14 +436,15 @@ class CostPolicy:
         for begin, end, standing in going.before:
             run = standing >> 1
             ghosts.tags[places[begin:end]] = runs.tag_of[run]
-            early = runs.early.item(run)
-            runs.went[run] = self._probation.went(
-                end - begin, runs.count, early=early > 0, proven=not runs.newcomer.item(run)
-            )
+            if chosen and standing & 1:
+                runs.gone += end - begin
+                early, proven = runs.early.item(run) > 0, not runs.newcomer.item(run)
+                runs.went[run] = self._probation.went(end - begin, runs.count, early=early, proven=proven)
         runs.take_out(going.slots, going.before, ends=going.parents is not None)
         self._links.leave(going.slots, going.parents)
 
-    def _worth(self, runs: Places) -> _Floats:
+    def _worth(self, runs: Places) -> tuple[_Floats, _Floats]:
+        """What places are worth that blocks of these runs have, and what if all blocks were alike to lose."""
         table, now = self._runs, self._clock()
         worth = self._times.index(table.kind[runs], now - table.last[runs])
         on = np.flatnonzero(table.rider[runs])
@@ -455,9 +462,9 @@ class CostPolicy:
                 wait = np.maximum(due[soon] - now, 0.0) + (until[soon] - np.maximum(due[soon], now)) / 2
                 worth[soon] = self._weights["return_trust"] / np.maximum(wait, 1e-3)
             worth = np.where(until > now, worth * table.favour[runs], worth)
-        if self._losses is not None:
-            worth = worth * self._losses(table.ends(runs).astype(np.int32))
-        return worth
+        if self._losses is None:
+            return worth, worth
+        return worth * self._losses(table.ends(runs).astype(np.int32)), worth
 
     def wanted(self, facts: BlockFacts, room: int) -> npt.NDArray[np.bool_]:
         self._settle()
@@ -475,7 +482,7 @@ class CostPolicy:
         if (known := ghosts.known(names, places)) is not None:
             like *= known
         first = self._times.worth
-        most = self._probation.share * runs.count if ranking.newcomers_first else np.inf
+        most = ceil(self._probation.share * runs.count) - room if ranking.newcomers_first else len(names)
         # How many go, in their order, before one that is worth more than who comes in its place.
         at = gone = 0
         theirs = iter(ranking)
@@ -491,12 +498,15 @@ class CostPolicy:
                         return take
                     gone += runs.idle_of[following[0]]
                     proven, worth = not runs.newcomer.item(following[0]), following[1]
-                if mine < worth or (newcomer and proven and worth > 0.0 and room + at >= most):
+                # Beyond their share newcomers take no place of what came back.
+                stop = most if newcomer and proven and worth > 0.0 else end
+                if mine < worth or at >= stop:
                     take[room + at :] = False
-                    if mine >= worth and run:
+                    if mine >= worth and run and not runs.went.item(run):
+                        # Who is tried again was told of before.
                         runs.went[run] = self._probation.went(end - at, runs.count, early=True, proven=False)
                     return take
-                at = min(end, gone)
+                at = min(end, gone, stop)
         return take
 
     def coldest(self, count: int) -> Ids:
@@ -507,7 +517,7 @@ class CostPolicy:
         self._settle()
         going = self._victims.choose(count)
         if len(going.slots):
-            self._let_go(going)
+            self._let_go(going, chosen=True)
         return going.slots.astype(np.int32)
 
     def demote(self, ids: Ids) -> int:
@@ -522,7 +532,7 @@ class CostPolicy:
             made = runs.make(runs.use(before[0][2] >> 1)._replace(favour=0.0, until=np.inf))
             runs.put(at, before, [(0, len(at), made)])
             self._demotions += 1
-            runs.order_of[made] = -self._demotions
+            runs.tell_to_go(made, self._demotions)
         return len(at)
 
     def retain(self, ids: Ids, retention: Retention) -> None:

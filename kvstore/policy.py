@@ -160,7 +160,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def found(self, ids: Ids) -> None:
-        """One lookup found these, the leading blocks of a chain in order: a use of each."""
+        """One lookup found these, the leading blocks of a chain in order: a use of each. Or none."""
         ...
 
     def missed(self, facts: BlockFacts) -> None:

@@ -141,7 +141,7 @@ class BlockPool:
 
     def found(self, ids: Ids) -> None:
         """A lookup found these, which follow each other, and is about to hold them: a use of each."""
-        if self._policy.learns and len(ids):
+        if self._policy.learns:
             self._policy.found(ids)
 
     def missed(self, hashes: Sequence[bytes], start: int, end: int | None = None) -> None:

@@ -75,7 +75,7 @@ class Probation:
         if self._early + self._proven > _REMEMBERED * blocks:
             self._early, self._early_back = self._early / 2, self._early_back / 2
             self._proven, self._proven_back = self._proven / 2, self._proven_back / 2
-        few = _PRIOR * blocks
+        few = _PRIOR * max(1, blocks)
         early_back = self._early_back / (self._early + few)
         proven_back = self._proven_back / (self._proven + few)
         if early_back != proven_back:

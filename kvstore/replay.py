@@ -145,8 +145,7 @@ class ReplayedTier:
         policy = self.policy
         slots = self._slot_of[chain[:found]]
         if policy.learns:
-            if found:
-                policy.found(slots)
+            policy.found(slots)
             if found < len(chain):
                 policy.missed(self.facts(chain[found:]))
         if found:

@@ -18,8 +18,8 @@ from .runs import Places, Runs
 
 __all__ = ["RunRanking", "Worth"]
 
-Worth = Callable[[Places], npt.NDArray[np.float64]]
-"""What places are worth that blocks of these runs have, float64 [n]."""
+Worth = Callable[[Places], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
+"""What places are worth that blocks of these runs have, and what if all were alike to lose; float64 [n]."""
 
 _LOOKED_AT: Final = 1024
 """Runs that are compared; of more, as many are drawn."""
@@ -70,7 +70,9 @@ class RunRanking:
                 int(draw * number), int(draw * number) + _LOOKED_AT * (step := number // _LOOKED_AT), step
             )
             runs = runs[at % number]
-        worths = worth(runs)
+            if len(told := table.told_to_go()):
+                runs = np.union1d(runs, told)
+        worths, alike = worth(runs)
         proven = None
         if newcomers_first:
             # But for what is worth nothing, as it was told to go, and what all else passed by.
@@ -82,19 +84,20 @@ class RunRanking:
         if draw is not None and len(runs) > 4 * _FEWEST:
             kept = max(_FEWEST, int(len(runs) * _KEPT))
             least = _least(worths, proven, kept)
-            runs, worths = runs[least], worths[least]
+            runs, worths, alike = runs[least], worths[least], alike[least]
             proven = None if proven is None else proven[least]
         orders = table.order[runs]
         first = np.lexsort((orders, worths) if proven is None else (orders, worths, proven))
         self._table = table
         self._entries = list(
-            zip(runs[first].tolist(), orders[first].tolist(), worths[first].tolist(), strict=True)
+            zip(runs[first].tolist(), orders[first].tolist(), alike[first].tolist(), strict=True)
         )
         self._at = 0
         self.newcomers_first = newcomers_first
         self._made_at = now
         self._may_go = max(1, int(min(number, _LOOKED_AT) * _TAKEN))
-        self.all = draw is None or len(self._entries) == number
+        self.everything = draw is None
+        self.all = self.everything or len(self._entries) == number
 
     def fresh(self, now: float) -> bool:
         """Whether it was made not long ago."""
@@ -116,7 +119,7 @@ class RunRanking:
         self._entries[self._at :] = [one for one in self._entries[self._at :] if one[0] not in runs]
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
-        """Each run that was not used since, and what it was worth."""
+        """Each run that was not used since, and what it was worth if all blocks were alike to lose."""
         idle, order = self._table.idle_of, self._table.order_of
         for at in range(self._at, len(self._entries)):
             run, known, worth = self._entries[at]

@@ -16,6 +16,7 @@ its blocks, as long as its number is not given to another: its `tag` tells.
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -54,8 +55,11 @@ _FIELDS: Final = {
 }
 _SPARE: Final = 1 << 16
 """Records without blocks that are kept at least: of what is not here any more, or was only asked for."""
+_MOST_TOLD: Final = 1024
 _RUN_BITS: Final = 31
 _RUN: Final = (1 << _RUN_BITS) - 1
+_MOST_MADE: Final = (1 << (63 - _RUN_BITS)) - 1
+"""Then they are counted from 1 again: tags from so long ago are nowhere any more."""
 
 
 def stretches(values: npt.NDArray[np.int64]) -> Parts:
@@ -169,7 +173,7 @@ class Runs:
         self.count = 0
         """Slots that are ranked."""
         self.gone = 0
-        """Slots that were taken out so far."""
+        """Slots whose blocks went so far because others were worth more."""
         self.newcomers = 0
         """Those of them that never came back."""
         for name, kind in _FIELDS.items():
@@ -181,6 +185,7 @@ class Runs:
         self._free: deque[int] = deque()
         self._made = 0
         self._order = 0
+        self._told: dict[int, None] = {}
         self._grow(_SPARE)
 
     @property
@@ -202,7 +207,7 @@ class Runs:
         if len(self._free) < _SPARE // 2:
             self._grow(max(_SPARE, len(self.tag) // 2))
         run = self._free.popleft()
-        self._made += 1
+        self._made = self._made % _MOST_MADE + 1
         self.tag_of[run] = self._made << _RUN_BITS | run
         self._uses[run] = use
         self.last_of[run], self.kind_of[run], _, _, _, favour, until, due = use
@@ -216,6 +221,18 @@ class Runs:
     def use(self, run: int) -> Use:
         """What is known of its last use."""
         return self._uses[run]
+
+    def tell_to_go(self, run: int, turn: int) -> None:
+        """It goes before all others; of those that are told to, whose `turn` came later goes first."""
+        self.order_of[run] = -turn
+        self._told[run] = None
+
+    def told_to_go(self) -> Places:
+        """The runs that were told to go, and neither went nor were used since, at most `_MOST_TOLD`."""
+        if self._told:
+            for run in [run for run in self._told if not self.idle_of[run] or self.order_of[run] >= 0]:
+                del self._told[run]
+        return np.fromiter(islice(reversed(self._told), _MOST_TOLD), np.intp)
 
     def advise(self, run: int, favour: float, until: float) -> None:
         """By what its worth is multiplied from now on, and till when."""
@@ -305,7 +322,7 @@ class Runs:
             self._grow(number + _SPARE)
         runs = np.array([self._free.popleft() for _ in range(number)], dtype=np.intp)
         counted = np.arange(1, number + 1)
-        self.tag[runs] = (self._made + counted) << _RUN_BITS | runs
+        self.tag[runs] = ((self._made + counted - 1) % _MOST_MADE + 1) << _RUN_BITS | runs
         for name, value in use._asdict().items():
             if name in _FIELDS:
                 getattr(self, name)[runs] = value
@@ -323,7 +340,7 @@ class Runs:
         self.spot[runs] = self._pooled + counted[::-1]
         self._pool[self._pooled : self._pooled + number] = runs[::-1]
         self._pooled += number
-        self._made += number
+        self._made = (self._made + number - 1) % _MOST_MADE + 1
         self._order += number
         self.count += len(slots)
         self.newcomers += len(slots) * use.newcomer
@@ -344,7 +361,6 @@ class Runs:
         Args:
             ends: they are what `last_ranked` gave of each run.
         """
-        self.gone += len(slots)
         self.count -= self._leave(before)
         self.standing[slots] = 0
         if ends:
@@ -437,6 +453,11 @@ class Runs:
         own = own[::-1][:most]
         there = self.standing[own] & 1
         return own if there.all() else own[: int(there.argmin())]
+
+    def ranked(self, run: int) -> Places:
+        """Its slots that may go, in the order of their chain."""
+        own, _ = self._own(run)
+        return own[self.standing[own] & 1 > 0]
 
     def in_order(self, slots: Places) -> Places:
         """The same slots, those of a run together and in the order of their chain."""

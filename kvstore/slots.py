@@ -231,8 +231,7 @@ class SlotRecords:
         if found:
             self.lineage.found(slots.astype(np.intp), hashes, start)
         if self._policy.learns:
-            if found:
-                self._policy.found(slots)
+            self._policy.found(slots)
             if found < len(hashes):
                 after = None if start is None else start.after(hashes[:found])
                 self._policy.missed(BlockFacts.of_chain(hashes[found:], after))

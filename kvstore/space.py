@@ -575,9 +575,10 @@ class HostSpace(SlotSpace):
         """Advice: these blocks will be wanted soon, or not again.
 
         Args:
-            wanted: True: the leading ones count as just used, and what the cold tier has of the rest is
-                brought up, when nothing else is to be. False: those that nobody leases go first.
-            retention: how long they are worth keeping, for policies that rank by it.
+            wanted: True: what the cold tier has of them is brought up, when nothing else is to be. False:
+                those that nobody leases go first.
+            retention: how long they are worth keeping, for policies that rank by it. None: the leading ones
+                that are wanted count as just used.
 
         Returns:
             how many blocks this is tried for: leading ones that are resident or may come up; those that go
@@ -602,7 +603,8 @@ class HostSpace(SlotSpace):
             loads = bool(load.missing) and has_cold and shared.hints_under_way < _MOST_HINTS
             count = len(hashes) if loads else resident
             shared.stats.hinted_wanted += count
-            self._records.hinted(hashes[:resident])
+            if retention is None:
+                self._records.hinted(hashes[:resident])
             self._retain(hashes, retention)
             if loads:
                 shared.hints_under_way += 1

@@ -329,8 +329,8 @@ class TieredStore:
     def retain(self, hashes: Sequence[bytes], retention: Retention) -> int:
         """Advice on how long blocks are worth keeping, in the device tier and in host memory.
 
-        In host memory they count as just used, and what only the cold tier has is brought up when nothing
-        else is to be (`HostSpace.hint`).
+        What only the cold tier has is brought up to host memory when nothing else is to be
+        (`HostSpace.hint`). It is no use of them.
 
         Args:
             hashes: theirs, from the first block of their chain on.

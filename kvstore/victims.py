@@ -88,7 +88,7 @@ class Victims:
             latest is not None
             and latest.newcomers_first == first
             and latest.fresh(now)
-            and (latest.all or not many)
+            and latest.everything == many
         ):
             return latest
         return self._compared(now, everything=many, newcomers_first=first)
@@ -143,10 +143,18 @@ class Victims:
 
     def _rest(self, slots: list[Places], left: int) -> Going:
         """What is held has what may go before it in its chain, which then goes."""
-        rest = self._runs.standing & 1 > 0
-        rest[np.concatenate([_NONE, *slots])] = False
-        at = np.concatenate([*slots, np.flatnonzero(rest)[:left]])
-        return Going(at, stretches(self._runs.standing[at]))
+        runs = self._runs
+        chosen = np.concatenate([_NONE, *slots])
+        more = [chosen]
+        # Who uses what follows in a chain uses what is before it, too: so ends come before beginnings.
+        for run in runs.candidates[np.argsort(runs.order[runs.candidates])].tolist():
+            own = runs.ranked(run)[::-1]
+            more.append(own[~np.isin(own, chosen)][:left])
+            left -= len(more[-1])
+            if left <= 0:
+                break
+        at = np.concatenate(more)
+        return Going(at, stretches(runs.standing[at]))
 
     def _compared(self, now: float, *, everything: bool, newcomers_first: bool) -> RunRanking:
         draw = None if everything else self._draw

@@ -48,8 +48,7 @@ class Tier:
         parents = np.concatenate([[np.uint64(0)], names[:-1]])
         depths = np.arange(1, number + 1, dtype=np.int32)
         if policy.learns:
-            if found:
-                policy.found(self._ids(blocks[:found]))
+            policy.found(self._ids(blocks[:found]))
             if found < number:
                 policy.missed(BlockFacts(names[found:], parents[found:], depths[found:]))
         here = self._ids([block for block in blocks if block in self.slots])
@@ -294,3 +293,114 @@ def test_blocks_of_unknown_places_that_come_together_are_of_one_run() -> None:
     policy.check_integrity()
     assert len(policy._runs.candidates) == 1
     assert policy.evict(64).tolist() == ids[::-1].tolist()
+
+
+def used_twice(policy: EvictionPolicy, clock: list[float], first: int, length: int) -> None:
+    """A chain in the slots from `first` on, whose names are their numbers; it comes back once."""
+    ids = np.arange(first, first + length, dtype=np.int32)
+    names = ids.astype(np.uint64) + np.uint64(1)
+    facts = BlockFacts(
+        names, np.concatenate([[np.uint64(0)], names[:-1]]), np.arange(1, length + 1, dtype=np.int32)
+    )
+    policy.found(ids[:0])
+    policy.missed(facts)
+    policy.admit(ids, facts)
+    policy.insert(ids[::-1])
+    clock[0] += 1.0
+    policy.found(ids)
+    policy.remove(ids)
+    policy.insert(ids[::-1])
+
+
+def scan_facts(length: int) -> BlockFacts:
+    names = np.arange(length, dtype=np.uint64) + np.uint64(1 << 40)
+    return BlockFacts(
+        names, np.concatenate([[np.uint64(0)], names[:-1]]), np.arange(1, length + 1, dtype=np.int32)
+    )
+
+
+@pytest.mark.parametrize("length", [10, 100, 1000])
+def test_newcomers_take_no_more_than_their_share_however_long_the_runs_are(length: int) -> None:
+    clock = [0.0]
+    policy = make_policy("cost", 1000, clock=lambda: clock[0], seed=1)
+    for first in range(0, 1000, length):
+        used_twice(policy, clock, first, length)
+    facts = scan_facts(900)
+    policy.found(np.empty(0, dtype=np.int32))
+    policy.missed(facts)
+    taken = [int(np.count_nonzero(policy.wanted(facts, 0))) for _ in range(3)]
+    assert taken[0] <= 300
+    assert taken == taken[:1] * 3
+
+
+def test_what_was_never_written_or_is_purged_while_in_use_is_let_go_of() -> None:
+    clock = [0.0]
+    policy = make_policy("cost", 16, clock=lambda: clock[0], seed=1)
+    ids = np.arange(4, dtype=np.int32)
+    policy.admit(ids, scan_facts(4))
+    policy.forget(ids)
+    policy.admit(ids, scan_facts(4))
+    policy.insert(ids[::-1])
+    policy.found(ids)
+    policy.remove(ids)
+    policy.forget(ids)
+    assert len(policy) == 0
+    policy.check_integrity()
+
+
+def test_a_prompt_that_finds_nothing_is_no_turn_of_what_was_found_before() -> None:
+    clock = [0.0]
+    policy = make_policy("cost", 64, clock=lambda: clock[0], seed=1)
+    assert isinstance(policy, CostPolicy)
+    used_twice(policy, clock, 0, 8)
+    held = np.arange(8, dtype=np.int32)
+    policy.found(held)
+    policy.remove(held)
+    policy.found(held)  # by another one, while it is in use: nothing is removed
+    policy.found(np.empty(0, dtype=np.int32))
+    policy.missed(scan_facts(4))
+    new = np.arange(8, 12, dtype=np.int32)
+    policy.admit(new, scan_facts(4))
+    policy.insert(new[::-1])
+    use = policy._runs.use(int(policy._runs.standing[8]) >> 1)
+    assert (use.turns, use.uses, use.path) == (0, 1, 4)
+
+
+def test_what_is_told_to_go_goes_next_however_many_runs_there_are() -> None:
+    clock = [0.0]
+    policy = make_policy("cost", 6000, clock=lambda: clock[0], seed=1)
+    for first in range(0, 6000, 2):
+        used_twice(policy, clock, first, 2)
+    for first in (100, 2222, 5998):
+        told = np.array([first + 1, first], dtype=np.int32)
+        assert policy.demote(told) == 2
+        assert policy.coldest(2).tolist() == told.tolist()
+
+
+def test_a_look_at_many_does_not_change_which_few_go() -> None:
+    clock = [0.0]
+    one, other = (make_policy("cost", 6000, clock=lambda: clock[0], seed=1) for _ in range(2))
+    for first in range(0, 6000, 2):
+        for policy in (one, other):
+            clock[0] = float(first)
+            used_twice(policy, clock, first, 2)
+    one.coldest(2000)
+    assert one.evict(8).tolist() == other.evict(8).tolist()
+
+
+def test_ends_go_first_where_all_that_may_go_has_what_is_held_behind_it() -> None:
+    clock = [0.0]
+    policy = make_policy("cost", 8, clock=lambda: clock[0], seed=1)
+    used_twice(policy, clock, 0, 4)
+    policy.remove(np.array([3], dtype=np.int32))
+    assert policy.evict(2).tolist() == [2, 1]
+
+
+def test_runs_are_told_apart_after_billions_of_them() -> None:
+    clock = [0.0]
+    policy = make_policy("cost", 64, clock=lambda: clock[0], seed=1)
+    assert isinstance(policy, CostPolicy)
+    policy._runs._made = policy._links._joined = (1 << 32) - 4
+    for first in range(0, 64, 8):
+        used_twice(policy, clock, first, 8)
+    assert len(policy.evict(64)) == 64

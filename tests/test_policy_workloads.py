@@ -171,3 +171,16 @@ def test_advice_of_an_engine_reaches_its_device_tier_and_host_memory() -> None:
             tiered.retain(slept[1].hashes, None)  # type: ignore[arg-type]
         tiered.check_integrity()
         tiered.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_not_written_or_is_purged_while_in_use_leaves_no_trace(policy: str) -> None:
+    with store(policy) as host:
+        space = host.space(LAYOUT)
+        space.reserve(chain("aborted", 4)).abort()
+        host.check_integrity()
+        serve(space, chain("purged", 4))
+        with space.match(chain("purged", 4)):
+            space.purge(chain("purged", 4))
+        host.check_integrity()
+        assert space.resident == 0

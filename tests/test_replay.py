@@ -100,7 +100,7 @@ def test_a_log_of_the_live_store_replayed_finds_what_that_found(
     tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "trace.jsonl"
-    with HostStore(16 * 1024, extent_bytes=16 * 1024, trace=TraceLog(path)) as host:
+    with HostStore(16 * 1024, extent_bytes=16 * 1024, policy="lru", trace=TraceLog(path)) as host:
         space = host.space(BLOCK)
         host.arena.wait_ready()
         live = [ask(space, chain) for chain in chains(seed, 100)]

@@ -122,9 +122,12 @@ def test_salts_and_adapters_share_nothing_and_an_adapter_is_known_by_its_content
         # Other weights under its old name: not loaded by vLLM yet; then loaded, and the other's.
         save_adapter(one, 2)
         assert cached(**named) == 0
-        assert cached(adapters=[["name", 3, str(one)]]) == 320
+        assert cached(adapters=[["name", 3, str(one), None, True]]) == 320
         save_adapter(one, 4)
-        assert cached(adapters=[["name", 4, str(one)]]) == 0
+        assert cached(adapters=[["name", 4, str(one), None, True]]) == 0
+        # It may have been loaded before they changed, as a server does when told to: then it is its own.
+        newer = {"adapters": [["name", 5, str(one)]]}
+        assert [cached(**newer), cached(**newer)] == [0, 320]
 
 
 @pytest.mark.full

@@ -74,24 +74,62 @@ def test_pieces_name_media_by_content_and_place_and_ranks_as_spaces_and_refuse_a
             return found
 
         text = names()
-        picture, other = names(["image", "aa", 20, 30]), names(["image", "bb", 20, 30])
+        aa, bb = "aa" * 32, "bb" * 32
+        picture, other = names(["image", aa, 20, 30, 1]), names(["image", bb, 20, 30, 2])
         # Blocks before it have no part in it; the first that it reaches into and all after do.
         assert picture[0] == other[0] == text[0]
         assert all(len({a, b, c}) == 3 for a, b, c in zip(text[1:], picture[1:], other[1:], strict=True))
-        assert names(["image", "aa", 20, 30]) == picture
-        assert names(["image", "aa", 21, 30])[1:] != picture[1:]
-        assert names(["audio", "aa", 20, 30])[1] != picture[1]
-        assert len(set(pieces.ask("spaces", ranks=[[[p, 2], [t, 2]] for p in (0, 1) for t in (0, 1)]))) == 4
+        assert names(["image", aa, 20, 30, 1]) == picture
+        assert names(["image", aa, 21, 30, 1])[1:] != picture[1:]
+        assert names(["audio", aa, 20, 30, 1])[1] != picture[1]
+        # A client may give a picture a name, which says nothing of what is in it: a digest's, too.
+        assert names(["image", aa, 20, 30, 2])[1] not in (picture[1], other[1])
+        assert names(["image", "my-picture", 20, 30, 1]) == []
+        assert names(["image", aa, 20, 30, -1]) == []
+
+        def spaces(*ranks: list[Any]) -> int:
+            return len(set(pieces.ask("spaces", ranks=list(ranks))))
+
+        assert spaces(*([[p, 2], [t, 2], ["a"]] for p in (0, 1) for t in (0, 1))) == 4
         # The same rank of more ranks has another part of the model.
-        assert (
-            len(set(pieces.ask("spaces", ranks=[[[0, 1], [0, 1]], [[0, 2], [0, 1]], [[0, 1], [0, 2]]]))) == 3
-        )
+        assert spaces([[0, 1], [0, 1], ["a"]], [[0, 2], [0, 1], ["a"]], [[0, 1], [0, 2], ["a"]]) == 3
+        # And of as many ranks, where its layers are others, though as many.
+        assert spaces([[1, 3], [0, 1], ["b", "c"]], [[1, 3], [0, 1], ["c", "d"]]) == 2
+        said = pieces.ask("cache_refusals")
+        assert said.pop("full") == said.pop("windows as full") == "16"
+        assert "--decode-context-parallel-size 2" in said.pop("decode")
+        assert "--prefill-context-parallel-size 2" in said.pop("prefill")
+        assert set(said) == {"window", "windows", "chunks", "reference window"}
+        assert all("which alone is kept" in one for one in said.values())
+
+        def announced(*steps: list[Any]) -> Any:
+            return pieces.ask("announced", steps=[["expect"], *steps])
+
+        everything = ["BlockStored", [0, 1, 2, 3]]
+        assert announced(["stored"], ["removed", 2]) == [everything, ["BlockRemoved", [2]]]
+        # Evicted before it is known that they were all stored; and stored again after that.
+        assert announced(["removed", 2, 3], ["kept", 2], ["stored"]) == [everything, ["BlockRemoved", [3]]]
+        # A sidecar that was started again, or whose events were dropped, tells of none of them.
+        assert announced(["stored"], ["gap"], ["removed", 1]) == [everything, ["BlockRemoved", [0, 1, 2, 3]]]
+        assert announced(["gap"], ["stored"]) == announced(["refused"], ["removed", 1]) == []
         for url in ("tcp://127.0.0.1:7333", "kvpager://127.0.0.1:7333", "kvpagers://host:7333"):
             said = pieces.ask("refusal", url=url)
             assert "a sidecar of this machine" in said
             assert "kvpager serve --cold redis://" in said
         assert pieces.ask("refusal", url=url_of_none(tmp_path)) == ""
         assert "lookup_seconds" in pieces.ask("refusal", lookup_secs=1)
+
+
+def test_blocks_whose_leases_were_lost_while_they_were_copied_are_computed(
+    tmp_path: Path, sidecar: ServeProcess
+) -> None:
+    with Engine(tmp_path) as pieces:
+        flag = tmp_path / "copying"
+        pieces.ready().send("failed_loads", url=url_of(sidecar), flag=str(flag))
+        wait_for(flag.exists, 60)
+        sidecar.kill()
+        sidecar.start("--fresh")
+        assert pieces.answer() == [[], [2, 3]]
 
 
 def url_of_none(folder: Path) -> str:
@@ -133,7 +171,7 @@ def test_two_engines_at_once_find_what_the_other_one_stores(
         assert one.count("failed_blocks") == other.count("failed_blocks") == 0
 
 
-def test_a_model_of_several_cache_groups_is_refused_with_what_to_do(
+def test_a_model_of_several_cache_groups_is_refused_with_what_to_do_and_that_helps(
     tmp_path: Path, sidecar: ServeProcess
 ) -> None:
     require_vllm()
@@ -146,6 +184,13 @@ def test_a_model_of_several_cache_groups_is_refused_with_what_to_do(
     said = engine.log
     assert "this model has 2 groups of KV caches" in said
     assert "--disable-hybrid-kv-cache-manager" in said
+    with Engine(tmp_path) as engine:
+        engine.ready().open(hybrid, disable_hybrid_kv_cache_manager=True)
+        expected = engine.ask("generate", prompts=PROMPTS)["tokens"]
+        engine.open(hybrid, url_of(sidecar), extra=PATIENT, disable_hybrid_kv_cache_manager=True)
+        assert engine.ask("generate", prompts=PROMPTS) == {"tokens": expected, "cached": [0, 0, 0]}
+        assert engine.ask("reset")
+        assert engine.ask("generate", prompts=PROMPTS) == {"tokens": expected, "cached": CACHEABLE}
 
 
 def test_prompts_alone_are_stored_events_are_passed_on_and_a_reset_shares_nothing(
@@ -172,6 +217,16 @@ def test_prompts_alone_are_stored_events_are_passed_on_and_a_reset_shares_nothin
         engine.ask("generate", prompts=[[1, 2, 3]])
         gone = [one for event in engine.ask("events") for one in event["hashes"]]
         assert set(gone) == {one for event in stored for one in event["hashes"]}
+        # A sidecar that is started again has nothing of what was announced.
+        engine.ask("generate", prompts=[PROMPTS[2]])
+        assert engine.ask("reset")
+        there = {one for event in engine.ask("events") for one in event["hashes"]}
+        assert len(there) >= 3
+        sidecar.kill()
+        sidecar.start("--fresh")
+        engine.ask("generate", prompts=[[1, 2, 3]])
+        gone = [one for event in engine.ask("events") for one in event["hashes"]]
+        assert there <= set(gone)
         # Weights changed in place: what was kept is not theirs, nor of any engine after.
         engine.ask("generate", prompts=PROMPTS)
         assert engine.ask("reset")

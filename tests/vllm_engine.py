@@ -116,25 +116,128 @@ class Pieces:
     """Of the connector, without an engine."""
 
     def names(self, tokens: list[int], media: list[list[Any]], salt: str | None = None) -> list[str]:
-        """The names of a request's blocks of 16 tokens; media: modality, hash, offset, length."""
-        from kvpager.api.integrations.vllm.naming import RequestNames
+        """The names of a request's blocks of 16 tokens, none where it cannot have any.
+
+        Media: modality, vLLM's digest or a client's uuid, offset, length, and a number that is its content or
+        -1, where that is not seen.
+        """
+        import torch
+        from kvpager.api.integrations.vllm.naming import RequestNames, can_be_named
         from vllm import SamplingParams
-        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+        from vllm.multimodal.inputs import (
+            MultiModalFeatureSpec,
+            MultiModalFieldElem,
+            MultiModalKwargsItem,
+            MultiModalSharedField,
+            PlaceholderRange,
+        )
         from vllm.v1.request import Request
+
+        def item(content: int) -> MultiModalKwargsItem | None:
+            pixels = torch.full((3, 2), content, dtype=torch.bfloat16)
+            element = MultiModalFieldElem(data=pixels, field=MultiModalSharedField(batch_size=1))
+            return MultiModalKwargsItem({"pixel_values": element}) if content >= 0 else None
 
         features = [
             MultiModalFeatureSpec(
-                data=None,
+                data=item(content),
                 modality=kind,
                 identifier=digest,
                 mm_position=PlaceholderRange(offset=offset, length=length),
+                mm_hash=digest,
             )
-            for kind, digest, offset, length in media
+            for kind, digest, offset, length, content in media
         ]
         params = SamplingParams(max_tokens=1)
         params.update_from_generation_config({})
         request = Request("one", tokens, params, None, mm_features=features, cache_salt=salt)
+        if not can_be_named(request):
+            return []
         return [name.hex() for name in RequestNames(request, 16, bytes(16)).first(len(tokens) // 16)]
+
+    def failed_loads(self, url: str, flag: str) -> list[list[int]]:
+        """Blocks that do not come of a load, and of one that makes a file and then awaits a restart."""
+        import logging
+        import time
+        from pathlib import Path
+        from types import SimpleNamespace
+
+        import torch
+        from kvpager import KVLayout
+        from kvpager.api.integrations.vllm.metadata import Load, StepMetadata, Store
+        from kvpager.api.integrations.vllm.pages import CpuPages
+        from kvpager.api.integrations.vllm.settings import ConnectorSettings
+        from kvpager.api.integrations.vllm.working import WorkerHalf
+
+        def wait_for(condition: Any) -> Any:
+            until = time.monotonic() + 60
+            while not (found := condition()):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            return found
+
+        class PagesOfALostLease(CpuPages):
+            def load(self, *arguments: Any) -> None:
+                before = worker._link.lost
+                Path(flag).touch()
+                wait_for(lambda: worker._link.lost is not before)
+                super().load(*arguments)
+
+        config: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
+        settings = ConnectorSettings(url=url, lookup_seconds=30)
+        worker = WorkerHalf(config, config, settings, logging.getLogger("kvpager.pieces"))
+        worker._link.wait(30)
+        worker._layout = layout = KVLayout(2, 1, 64, 16, "uint8", "opaque:test", planes=1)
+        tensors = [torch.ones(4, 16, 64, dtype=torch.uint8) for _ in range(2)]
+        names = [bytes([at]) * 16 for at in range(2)]
+        worker._pages = CpuPages(layout, tensors)
+        worker.start_stores(StepMetadata([], [Store(1, names, 1, bytes(16), [0, 1])]))
+        done = wait_for(worker.take_done)
+        assert not done.refused
+        found = []
+        for kind in (CpuPages, PagesOfALostLease):
+            worker._pages = kind(layout, tensors)
+            worker.start_loads(StepMetadata([Load("one", names, 1, bytes(16), [2, 3])], []))
+            wait_for(worker.take_loaded)
+            found.append(sorted(worker.take_failed()))
+        worker.close()
+        return found
+
+    def announced(self, steps: list[list[Any]]) -> list[list[Any]]:
+        """What is published of the blocks of a request: kind and which blocks.
+
+        Steps: expect, stored, refused; removed and kept with blocks that the sidecar says so of; gap.
+        """
+        from kvpager.api.integrations.vllm.announcing import Announcements, Stored
+        from kvpager.kvstore.events import BlockEvent, EventKind
+        from vllm import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request
+
+        init_none_hash(sha256)
+        params = SamplingParams(max_tokens=1)
+        params.update_from_generation_config({})
+        request = Request(
+            "one", list(range(64)), params, None, block_hasher=get_request_block_hasher(16, sha256)
+        )
+        names = [bytes([at]) * 16 for at in range(4)]
+        gaps = 0
+        announcements = Announcements(lambda: gaps)
+        stored = Stored(request, 0, names, 16)
+        blocks = {digest: at for at, digest in enumerate(stored.hashes)}
+        found = []
+        for step, *which in steps:
+            if step == "gap":
+                gaps += 1
+            elif step in ("removed", "kept"):
+                kind = EventKind.REMOVED if step == "removed" else EventKind.STORED
+                announcements.heard(BlockEvent(kind, "host", bytes(16), tuple(names[at] for at in which)))
+            else:
+                getattr(announcements, step)(stored)
+            events: Any = announcements.take()
+            found += [[type(one).__name__, [blocks[of] for of in one.block_hashes]] for one in events]
+        return found
 
     def refusal(self, **extra: Any) -> str:
         """What is said of settings that are refused."""
@@ -147,15 +250,60 @@ class Pieces:
             return str(error)
         return ""
 
-    def spaces(self, ranks: list[list[list[int]]]) -> list[str]:
-        """The spaces of ranks of one layout, each (of pipelines, of tensors), each rank and of how many."""
+    def spaces(self, ranks: list[list[Any]]) -> list[str]:
+        """The spaces of ranks of one layout: each of pipelines, and of tensors, of how many; its layers."""
         from kvpager import KVLayout
         from kvpager.api.integrations.vllm.working import shard_name
         from kvpager.kvstore.hashing import space_id
 
         layout = KVLayout(2, 1, 64, 16, "uint8", "opaque:test", planes=1)
-        pairs = ((tuple(pipeline), tuple(tensor)) for pipeline, tensor in ranks)
-        return [space_id(layout, shard_name(*pair)).hex() for pair in pairs]  # type: ignore[arg-type]
+        return [
+            space_id(layout, shard_name(tuple(pipeline), tuple(tensor), layers)).hex()
+            for pipeline, tensor, layers in ranks
+        ]
+
+    def cache_refusals(self) -> dict[str, str]:
+        """What is said of caches of each kind that vLLM has for a decoder."""
+        import torch
+        from kvpager.api.integrations.vllm.pages import check_caches
+        from kvpager.tiers.errors import LayoutError
+        from vllm.config import ParallelConfig, VllmConfig
+        from vllm.v1.kv_cache_interface import (
+            ChunkedLocalAttentionSpec,
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            RSWASpec,
+            SlidingWindowSpec,
+            UniformTypeKVCacheSpecs,
+        )
+
+        shape: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+        window = SlidingWindowSpec(**shape, sliding_window=64)
+        specs = {
+            "full": FullAttentionSpec(**shape),
+            "windows as full": FullAttentionSpec(**shape, sliding_window=64),
+            "window": window,
+            "windows": UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": window}),
+            "chunks": ChunkedLocalAttentionSpec(**shape, attention_chunk_size=64),
+            "reference window": RSWASpec(**shape, rswa_window=64),
+        }
+        found = {}
+        for name, spec in specs.items():
+            caches = KVCacheConfig(9, [], [KVCacheGroupSpec(["a"], spec)])
+            try:
+                found[name] = str(check_caches(VllmConfig(), caches))
+            except LayoutError as error:
+                found[name] = str(error)
+        for name in ("decode", "prefill"):
+            config = VllmConfig()
+            config.parallel_config = ParallelConfig()
+            setattr(config.parallel_config, f"{name}_context_parallel_size", 2)
+            try:
+                check_caches(config, KVCacheConfig(9, [], [KVCacheGroupSpec(["a"], specs["full"])]))
+            except LayoutError as error:
+                found[name] = str(error)
+        return found
 
 
 def main() -> None:

@@ -52,8 +52,12 @@ class SidecarLink:
 
     @property
     def ready(self) -> bool:
-        """Whether the sidecar can be asked now. Does not wait."""
-        ready = self._connection.ready and time.monotonic() >= self._slow_until
+        """Whether the sidecar can be asked now. Does not wait.
+
+        One that stalled answers what it was asked when it goes on, which ends that.
+        """
+        connection = self._connection
+        ready = connection.ready and not connection.stalled and time.monotonic() >= self._slow_until
         if not ready:
             self._say_absent("it does not answer")
         elif self._said_absent:
@@ -66,6 +70,11 @@ class SidecarLink:
     def subscribe(self, listener: Listener) -> None:
         """Call `listener` with every event of blocks, in the connection's thread."""
         self._connection.subscribe(listener)
+
+    @property
+    def event_gaps(self) -> int:
+        """Grows wherever events may have been missed: `Connection.event_gaps`."""
+        return self._connection.event_gaps
 
     def pause(self) -> None:
         """It did not answer in time: nothing is asked of it for some seconds."""

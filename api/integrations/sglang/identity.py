@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ....kvstore.hashing import HASH_BYTES, ChainIdentity
 from ....tiers.errors import ConfigError
-from ..weights import digest_folder, folder_of
+from ..weights import Digest, digest_folder, folder_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -74,8 +72,6 @@ class PageNames:
     """
 
     def __init__(self, config: HiCacheStorageConfig, model: str, log: logging.Logger) -> None:
-        self._log = log
-        self._root: Future[bytes] = Future()
         self._engine = engine_arguments()
         name = config.model_name or ""
         if not model and self._engine is None:
@@ -83,35 +79,24 @@ class PageNames:
                 "kvpager_model",
                 "is needed: SGLang does not say which model this is, but for a name, which others may have",
             )
-        threading.Thread(target=self._digest, args=(name, model), name="kvpager-digest", daemon=True).start()
+        self._root = Digest(lambda: _root(name, model, self._engine), log)
 
     def wait(self, seconds: float) -> None:
         """Wait until the weights are digested, so many seconds at most."""
-        try:
-            self._root.exception(seconds)
-        except TimeoutError:
-            self._log.info(
-                "kvpager: the weights are being digested; nothing is found or kept until that is done"
-            )
+        self._root.wait(seconds)
 
     def of(self, keys: Sequence[str]) -> list[bytes] | None:
         """Names of pages, 16 bytes each; None where it is not known what their KV is computed with."""
-        if not self._root.done() or self._root.exception() is not None:
+        root = self._root.value
+        if root is None:
             return None
-        start = hashlib.blake2b(self._root.result(), digest_size=HASH_BYTES)
+        start = hashlib.blake2b(root, digest_size=HASH_BYTES)
         names = []
         for key in keys:
             state = start.copy()
             state.update(key.encode())
             names.append(state.digest())
         return names
-
-    def _digest(self, name: str, model: str) -> None:
-        try:
-            self._root.set_result(_root(name, model, self._engine))
-        except (OSError, ValueError) as error:  # also of weights that were never a file
-            self._log.warning("kvpager: nothing is found or kept: the weights cannot be digested (%s)", error)
-            self._root.set_exception(error)
 
 
 def _root(name: str, model: str, engine: Any | None) -> bytes:

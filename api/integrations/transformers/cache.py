@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ....tiers.errors import ConfigError
 from .copying import KVTensors, Snapshot
-from .identity import ModelIdentity
+from .identity import ModelIdentity, ModelState
 from .keeper import Keeper
 from .model_shape import ModelShape
 from .rows import TokenRows
@@ -63,7 +63,7 @@ class KVPagerCache(DynamicCache):
         keeper: Keeper,
         shape: ModelShape,
         identity: ModelIdentity,
-        state: object,
+        state: ModelState,
         prompt: npt.NDArray[np.int32],
         rows: TokenRows,
         tensors: Sequence[KVTensors],
@@ -99,7 +99,7 @@ class KVPagerCache(DynamicCache):
             how many tokens of each row have a name to be found by.
         """
         self._offered.clear()
-        self._offer(wait=True)
+        self.offer_rest()
         self._keeper.flush()
         names = self._rows.names()
         return min(map(len, names), default=0) * self._shape.layout.block_size
@@ -150,8 +150,8 @@ class KVPagerCache(DynamicCache):
         return other
 
     def __del__(self) -> None:
-        if "_ours" in self.__dict__ and not self._keeper.closed:
-            self._offer(wait=True)
+        if "_ours" in self.__dict__:
+            self._offer(late=True)
 
     # What a model's hooks call
 
@@ -162,9 +162,18 @@ class KVPagerCache(DynamicCache):
             how many of them are here already. The first pass of assisted decoding is given a whole prompt.
 
         Raises:
-            ConfigError: they are not of the prompt whose beginning was loaded.
+            ConfigError: they are not of the prompt whose beginning was loaded, or the model is no longer
+                the one that computed it.
         """
-        if self._prompt is None or tokens is None:
+        if self._prompt is None:
+            return 0
+        if self._identity.state() != self._state:
+            raise ConfigError(
+                "cache",
+                "has what the model as it was when the cache was made computed: since then its weights, "
+                "adapters, configuration or autocast were changed; make another cache",
+            )
+        if tokens is None:
             return 0
         given, prompt = tokens.cpu().numpy(), self._prompt
         self._prompt = None
@@ -182,19 +191,25 @@ class KVPagerCache(DynamicCache):
         if count <= 0:
             return
         whole = tokens is not None and tokens.shape[1] == count
-        self._rows.note(tokens if whole else None, count, mask, positions)
+        # An adapter that is switched for some tokens, or autocast: what they and those after them are is not
+        # what the names say.
+        ours = whole and self._identity.passing() == self._state.passing
+        self._rows.note(tokens if ours else None, count, mask, positions)
         if self._rows.length // self._shape.layout.block_size > self._offered_blocks:
             self._offer()
 
     def offer_rest(self) -> None:
         """Have what is not kept yet kept: nothing may come any more."""
-        self._offer(wait=True)
+        self._keeper.wait_room()
+        self._offer(late=True)
 
-    def _offer(self, *, wait: bool = False) -> None:
-        """Have kept what is new, unless something is being kept just now; `wait`: after that."""
-        if not self._ours or self._keeper.closed or (self._keeper.busy and not wait):
+    def _offer(self, *, late: bool = False) -> None:
+        """Have kept what is new, unless something is being kept just now; `late`: after that."""
+        if not self._ours or self._keeper.closed or (self._keeper.busy and not late):
             return
         size = self._shape.layout.block_size
+        if self._identity.passing() != self._state.passing:
+            return  # what was computed meanwhile was noted as such, see `computed`
         if self._identity.state() != self._state:
             # What was changed since has computed none of it, or some.
             self._ours = False

@@ -100,6 +100,11 @@ class Snapshot:
             event.record(torch.cuda.current_stream(device))
             self._events.append((device, event))
 
+    @property
+    def nbytes(self) -> int:
+        """That it holds, on the devices of the layers."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._layers)
+
     def copy_out(self, row: int, indices: Sequence[int], blocks: BlockViews) -> None:
         """Copy blocks of a row to where they are to be kept. Returns when they are there.
 

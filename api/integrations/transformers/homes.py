@@ -29,6 +29,11 @@ class Home(Protocol):
         """The space of a layout; None where it cannot be had now."""
         ...
 
+    @property
+    def lost(self) -> object:
+        """Another object where leases were lost, of which memory may then hold other blocks."""
+        ...
+
     def settle(self) -> None:
         """Return when what was kept outlives this process, as far as it is to."""
         ...
@@ -62,6 +67,11 @@ class SidecarHome:
         """See `Home.space`."""
         return self._link.space(layout, "") if self._link.ready else None
 
+    @property
+    def lost(self) -> object:
+        """See `Home.lost`."""
+        return self._link.lost
+
     def settle(self) -> None:
         """The sidecar outlives this process."""
 
@@ -85,6 +95,11 @@ class GivenHome:
     def space(self, layout: KVLayout) -> SpaceCalls:
         """See `Home.space`."""
         return self._host.space(layout)
+
+    @property
+    def lost(self) -> object:
+        """See `Home.lost`. A store in this process loses none; a connection has a `Connection.lost`."""
+        return getattr(self._host, "lost", None)
 
     def settle(self) -> None:
         """See `Home.settle`."""

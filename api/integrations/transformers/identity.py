@@ -9,20 +9,39 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import transformers
+from torch.utils.weak import WeakIdRef
 
 from ....tiers.errors import LayoutError
 
-__all__ = ["ModelIdentity"]
+__all__ = ["ModelIdentity", "ModelState"]
 
 _PART_BYTES: Final = 32 << 20
 _MOST_THREADS: Final = 16
+_SAMPLED: Final = 256
+"""Numbers of every tensor that are looked at to tell whether it was written to."""
 _NOT_CONTENT: Final = frozenset({"_name_or_path", "transformers_version", "_attn_implementation"})
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Equal to another of the same model where nothing has changed between them, as far as it can be told.
+
+    Args:
+        passing: what one forward pass may be computed with and the next one without, see
+            `ModelIdentity.passing`.
+        lasting: the tensors themselves, a sample of what they hold, and the configuration.
+    """
+
+    passing: object
+    lasting: object
 
 
 class ModelIdentity:
@@ -36,42 +55,63 @@ class ModelIdentity:
     def __init__(self, model: Any, device: str) -> None:
         self._model = model
         self._device = device
-        self._state: object = None
+        self._state: ModelState | None = None
         self._epoch = 0
         self._digest = b""
 
-    def digest(self) -> bytes:
+    def digest(self, state: ModelState) -> bytes:
         """32 bytes that name the model as it is now. Reads its weights where they have changed.
+
+        Args:
+            state: of it, as it is now.
 
         Raises:
             LayoutError: the weights' bytes are not to be had.
         """
-        state = self.state()
         if state != self._state:
             self._digest, self._state = self._digest_all(), state
         return self._digest
 
-    def state(self) -> object:
-        """Equal where nothing has changed that torch takes note of; of writes to ``.data`` it takes none."""
-        tensors = tuple(
-            (one.data_ptr() if one.device.type != "meta" else 0, _version(one), one.dtype, tuple(one.shape))
-            for some in (self._model.parameters(), self._model.buffers())
-            for one in some
-        )
-        return self._epoch, tensors, self._described(), tuple(_adapters(self._model))
+    def state(self) -> ModelState:
+        """What the model is now; waits for its device.
+
+        Torch counts writes to a tensor, but not those through ``.data``, as peft merges adapters: of these it
+        is a sample of every tensor that differs.
+
+        Raises:
+            LayoutError: the weights' bytes are not to be had.
+        """
+        tensors = list(self._held())
+        # A tensor that takes the place of another may have its address and count of writes too.
+        known = tuple((WeakIdRef(one), one.dtype, tuple(one.shape), one.requires_grad) for one in tensors)
+        return ModelState(self.passing(), (known, _sample(tensors), self._described()))
+
+    def passing(self) -> object:
+        """What a pass is computed with, cheaply: equal for passes whose keys and values go together.
+
+        That is where tensors lie and how often they were written to, adapters that are in use, and autocast.
+        """
+        tensors = tuple((_address(one), _version(one)) for one in self._held())
+        return self._epoch, tensors, self._cast(), tuple(_adapters(self._model))
 
     def forget(self) -> None:
         """The weights may have changed though torch does not know it."""
         self._epoch += 1
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
+    def _cast(self) -> str:
+        """What the same weights compute in under autocast, which is something else."""
+        return str(torch.get_autocast_dtype(self._device)) if torch.is_autocast_enabled(self._device) else ""
 
     def _described(self) -> str:
         values = {
             key: value for key, value in self._model.config.to_dict().items() if key not in _NOT_CONTENT
         }
         release = ".".join(transformers.__version__.split(".")[:2])
-        # Under autocast the same weights compute something else.
-        cast = str(torch.get_autocast_dtype(self._device)) if torch.is_autocast_enabled(self._device) else ""
-        parts = [type(self._model).__name__, self._device, cast, release, values]
+        parts = [type(self._model).__name__, self._device, self._cast(), release, values]
         return json.dumps(parts, sort_keys=True, default=str)
 
     def _digest_all(self) -> bytes:
@@ -116,6 +156,26 @@ def _digest_tensor(tensor: torch.Tensor) -> bytes:
     return state.digest()
 
 
+def _sample(tensors: list[torch.Tensor]) -> bytes:
+    """Some numbers of each, spread over it, as they are in memory."""
+    parts: dict[torch.device, list[torch.Tensor]] = {}
+    for one in tensors:
+        if one.device.type == "meta" or not one.numel():
+            continue
+        try:
+            numbers = one.detach().reshape(-1)
+            places = numbers.view(torch.uint8).reshape(len(numbers), -1)[:: -(-len(numbers) // _SAMPLED)]
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise LayoutError(f"weights of kind {type(one).__name__} cannot be read: {error}") from error
+        parts.setdefault(one.device, []).append(places.reshape(-1))
+    # One copy for each device.
+    return b"".join(torch.cat(some).cpu().numpy().tobytes() for some in parts.values())
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if tensor.device.type != "meta" else 0
+
+
 def _version(tensor: torch.Tensor) -> int:
     """How often it was written to, as far as torch knows."""
     return 0 if tensor.is_inference() else tensor._version
@@ -123,6 +183,8 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _tuned(model: Any) -> Iterator[tuple[str, Any, list[str]]]:
     """Modules of peft's, by name, with the adapters that are in use in each."""
+    if "peft" not in sys.modules:
+        return
     for name, module in model.named_modules():
         if hasattr(module, "adapter_layer_names") and hasattr(module, "active_adapters"):
             yield name, module, [] if module.disable_adapters else list(module.active_adapters)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -31,6 +33,10 @@ _COLD_SECONDS: Final = 0.1
 """How long counting what the cold tier has may take."""
 _ROOM_SECONDS: Final = 1.0
 """How long a save waits for room, which nobody waits for."""
+_PENDING_BYTES: Final = 2 << 30
+"""Of snapshots, whose keys and values stay on their devices until they are kept: beyond it none is taken."""
+_PENDING_LEAST: Final = 2
+"""Snapshots that are taken on whatever they hold: of what a cache has at first, and of the rest."""
 _THERE: Final = (int(ReserveStatus.PRESENT), int(ReserveStatus.PENDING))
 
 
@@ -71,8 +77,50 @@ class _Follower(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Save:
+    """Blocks that are to be kept, see `Keeper.store`; `number` is that of what is pending."""
+
+    number: int
+    snapshot: Snapshot
+    wanted: Sequence[tuple[int, list[bytes], list[int]]]
+
+    @property
+    def blocks(self) -> int:
+        return sum(len(indices) for _, _, indices in self.wanted)
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """So many blocks that were not taken on."""
+
+    blocks: int
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """What came before it is done; `told`: also what of that failed."""
+
+    done: Future[None]
+    told: bool
+
+
+class _End:
+    """No more comes but what is on its way."""
+
+
+_Job: TypeAlias = _Save | _Refused | _Reached | _End
+
+_ending: Final[set[Future[None]]] = set()
+"""Of keepers that nobody has any more, and that are not done yet."""
+os.register_at_fork(after_in_child=_ending.clear)
+
+
 class Keeper:
     """What the caches of one pager share. Any thread may call.
+
+    `store` and `abandon` may be called by the garbage collector too, which may stop any thread anywhere: they
+    wait for nothing and take no lock.
 
     Args:
         home: where blocks are kept; closed with this.
@@ -86,13 +134,18 @@ class Keeper:
         self._shape = shape
         self._seconds = seconds
         self._log = log
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvpager-store")
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._pending: dict[int, int] = {}
+        """Bytes of each snapshot that is not kept yet."""
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._stats = PagerStats()
         self._pid = os.getpid()
         self._closed = False
-        self._last: Future[None] | None = None
         self._followers: weakref.WeakSet[_Follower] = weakref.WeakSet()
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._keep, name="kvpager-store", daemon=True)
+        self._thread.start()
 
     @property
     def stats(self) -> PagerStats:
@@ -107,7 +160,7 @@ class Keeper:
     @property
     def busy(self) -> bool:
         """Whether something is being kept."""
-        return self._last is not None and not self._last.done()
+        return bool(self._pending)
 
     def load(self, chains: Sequence[Sequence[bytes]], tokens: int) -> tuple[list[KVTensors], int]:
         """Keys and values of the leading blocks that every row has, of each layer, and how many they are.
@@ -136,15 +189,25 @@ class Keeper:
         return (filling.tensors(count), count) if filling is not None and count else ([], 0)
 
     def store(self, snapshot: Snapshot, wanted: Sequence[tuple[int, list[bytes], list[int]]]) -> None:
-        """Keep blocks, in a thread.
+        """Keep blocks, in a thread; refuse them where too much is pending, see `wait_room`.
 
         Args:
             snapshot: of the cache that has them.
             wanted: row, names of all its blocks, and the indices of those that are to be kept, for each row.
         """
-        with self._lock:
-            if not self.closed:
-                self._last = self._thread.submit(self._store, snapshot, wanted)
+        if self.closed:
+            return
+        job = _Save(next(self._numbers), snapshot, wanted)
+        if self._full:
+            self._jobs.put(_Refused(job.blocks))
+            return
+        self._pending[job.number] = snapshot.nbytes
+        self._jobs.put(job)
+
+    def wait_room(self, seconds: float | None = None) -> None:
+        """Wait, so long at most, until something may be kept. What caches have waits on their devices."""
+        if self._full and not self.closed:
+            wait([self._reach(told=False), self._ended], seconds, FIRST_COMPLETED)
 
     def follow(self, cache: _Follower) -> None:
         """Ask it at the end for what is not kept yet."""
@@ -157,20 +220,92 @@ class Keeper:
 
     def flush(self) -> None:
         """Wait until what was to be kept is kept."""
-        if self._last is not None and not self.closed:
-            self._last.result()
+        if not self.closed:
+            reached = self._reach(told=True)
+            wait([reached, self._ended], None, FIRST_COMPLETED)
+            if reached.done():
+                reached.result()
 
     def close(self) -> None:
         """Keep what is to be kept, then end. Idempotent."""
-        self.offer_all()
-        with self._lock:
-            if self.closed:
-                return
-            self._closed = True
-        self._thread.shutdown()
-        self._home.close()
+        if os.getpid() != self._pid:
+            return
+        try:
+            self.offer_all()
+        finally:
+            self._jobs.put(_End())
+            self._ended.result()
+
+    def abandon(self) -> None:
+        """Keep what is on its way, then end, without being waited for but by `wait_abandoned`."""
+        if not self.closed:
+            _ending.add(self._ended)
+            self._jobs.put(_End())
+
+    @staticmethod
+    def wait_abandoned() -> None:
+        """Wait until those that nobody has any more have ended: what they had is kept, their homes free."""
+        ended, _ = wait(list(_ending))
+        _ending.difference_update(ended)
 
     # Inside
+
+    @property
+    def _full(self) -> bool:
+        pending = list(self._pending.values())
+        return len(pending) >= _PENDING_LEAST and sum(pending) >= _PENDING_BYTES
+
+    def _reach(self, *, told: bool) -> Future[None]:
+        reached: Future[None] = Future()
+        self._jobs.put(_Reached(reached, told))
+        return reached
+
+    def _keep(self) -> None:
+        """The thread."""
+        failed: Exception | None = None
+        try:
+            while True:
+                job = self._jobs.get()
+                if isinstance(job, _End):
+                    break
+                failed = self._do(job, failed)
+                del job  # which has a cache's keys and values, until the next one comes
+            # The garbage collector ends a pager before caches of the same rubbish.
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    failed = self._do(self._jobs.get_nowait(), failed)
+        finally:
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            self._home.close()
+        except Exception as error:  # noqa: BLE001  (raised by `close`)
+            self._log.exception("kvpager: ending failed")
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    def _do(self, job: _Job, failed: Exception | None) -> Exception | None:
+        """Do it; returns what failed of that since it was last said to whoever waited."""
+        if isinstance(job, _Save):
+            try:
+                self._store(job)
+            except Exception as error:  # noqa: BLE001  (raised by `flush`; the thread goes on)
+                self._log.exception("kvpager: keeping blocks failed")
+                return error.with_traceback(None)  # whose frames have the snapshot
+            finally:
+                del self._pending[job.number]
+        elif isinstance(job, _Refused):
+            self._add(refused_blocks=job.blocks)
+        elif isinstance(job, _Reached):
+            if failed is None or not job.told:
+                job.done.set_result(None)
+            else:
+                job.done.set_exception(failed)
+                return None
+        return failed
 
     def _add(self, **more: float) -> None:
         with self._lock:
@@ -188,6 +323,7 @@ class Keeper:
         done = 0
         while done < limit:
             part = count = min(batch, limit - done)
+            lost = self._home.lost
             with contextlib.ExitStack() as held:
                 leases: list[Lease] = []
                 for chain in chains:
@@ -200,30 +336,29 @@ class Keeper:
                 for row, lease in enumerate(leases):
                     filling.write(row, done, done, lease.blocks[:count])
                 filling.send(done, count)
+                if self._home.lost is not lost:
+                    break  # other blocks may have been where these were read
             done += count
             if count < part:
                 break
         return filling, done
 
-    def _store(self, snapshot: Snapshot, wanted: Sequence[tuple[int, list[bytes], list[int]]]) -> None:
+    def _store(self, job: _Save) -> None:
         began, stored, present = time.monotonic(), 0, 0
         try:
             space = self._home.space(self._shape.layout)
             if space is not None:
-                for row, chain, indices in wanted:
-                    new, there = self._store_row(space, snapshot, row, chain, indices)
+                for row, chain, indices in job.wanted:
+                    new, there = self._store_row(space, job.snapshot, row, chain, indices)
                     stored, present = stored + new, present + there
                 self._home.settle()
         except KVPagerError as error:
             self._log.warning("kvpager: blocks were not kept: %s", error)
-        except Exception:
-            self._log.exception("kvpager: keeping blocks failed")
-            raise
         finally:
             self._add(
                 stored_blocks=stored,
                 present_blocks=present,
-                refused_blocks=sum(len(indices) for _, _, indices in wanted) - stored - present,
+                refused_blocks=job.blocks - stored - present,
                 store_seconds=time.monotonic() - began,
             )
 
@@ -254,8 +389,8 @@ def _lease(space: SpaceCalls, chain: Sequence[bytes], begin: int, count: int, un
     place, names = ChainPlace.at(chain, begin), chain[begin : begin + count]
     lease = space.match(names, start=place, cold_deadline=_COLD_SECONDS)
     if lease.cold and len(lease) < len(names):
-        wanted = names[: len(lease) + lease.cold]
-        loaded = space.load(wanted, max(until - time.monotonic(), 0.0), start=place)
-        lease.release()
-        return loaded
+        # Held for as long as that takes, so that these are there still.
+        with lease:
+            wanted = names[: len(lease) + lease.cold]
+            return space.load(wanted, max(until - time.monotonic(), 0.0), start=place)
     return lease

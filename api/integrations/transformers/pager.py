@@ -83,10 +83,12 @@ class KVPager:
             raise ConfigError("url", "and folder and store exclude each other: blocks are kept in one place")
         self._block_size = expect_integer("block_size", block_size, 1)
         self._salt = expect_text("salt", salt, empty=True).encode()
-        seconds = expect_seconds("load_seconds", load_seconds)
+        self._load_seconds = seconds = expect_seconds("load_seconds", load_seconds)
         self._model = unwrapped(model)
         self._shape = shape_of(self._model, self._block_size)
         self._identity = ModelIdentity(self._model, self._shape.devices[0].type)
+        decoder = decoder_of(self._model)
+        Keeper.wait_abandoned()
         if store is not None:
             home: Home = GivenHome(store)
         elif folder is not None:
@@ -94,15 +96,15 @@ class KVPager:
         else:
             home = SidecarHome(url, expect_text("tenant", tenant, empty=True), _ANSWER_SECONDS, _log)
         self._keeper = Keeper(home, self._shape, seconds, _log)
-        decoder, watch = decoder_of(self._model), _Watch(self._keeper, self._model)
-        hooks = [
-            decoder.register_forward_pre_hook(watch.before, with_kwargs=True),
-            decoder.register_forward_hook(watch.after, with_kwargs=True),
-        ]
-        self._end = weakref.finalize(self, _end, hooks, self._keeper)
-        # Threads of pools, which keeping to disk takes, end before functions of `atexit` are called.
-        threading._register_atexit(self._end)  # type: ignore[attr-defined]
+        hooks: list[Any] = []
+        self._end = weakref.finalize(self, _abandon, hooks, self._keeper)
+        self._hooks = hooks
         try:
+            watch = _Watch(self._keeper, self._model)
+            hooks.append(decoder.register_forward_pre_hook(watch.before, with_kwargs=True))
+            hooks.append(decoder.register_forward_hook(watch.after, with_kwargs=True))
+            # Threads of pools, which keeping to disk takes, end before functions of `atexit` are called.
+            threading._register_atexit(_close_at_exit, weakref.ref(self._keeper))  # type: ignore[attr-defined]
             home.space(self._shape.layout)
         except BaseException:
             self.close()
@@ -137,7 +139,10 @@ class KVPager:
                 "has zeros: prompts that are padded to one length are not kept; give them one by one, or "
                 "those of one length together",
             )
-        state, root = self._identity.state(), self._root()
+        # Caches that nobody has any more are kept from wherever they went; here it can be waited for that.
+        self._keeper.wait_room(self._load_seconds)
+        state = self._identity.state()
+        root = ChainIdentity(self._identity.digest(state), salt=self._salt).root
         usable = max(prompt.shape[1] - 1, 0)
         size = self._block_size
         chains = [hash_blocks(row[:usable], size, root) for row in prompt]
@@ -162,7 +167,8 @@ class KVPager:
 
     def close(self) -> None:
         """Keep what caches have, then end. Idempotent. Caches go on, and are kept no more."""
-        self._end()
+        self._end.detach()
+        _close(self._hooks, self._keeper)
 
     def __enter__(self) -> KVPager:
         return self
@@ -172,14 +178,28 @@ class KVPager:
     ) -> None:
         self.close()
 
-    def _root(self) -> bytes:
-        return ChainIdentity(self._identity.digest(), salt=self._salt).root
+
+def _close(hooks: list[Any], keeper: Keeper) -> None:
+    try:
+        keeper.close()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def _end(hooks: list[Any], keeper: Keeper) -> None:
-    keeper.close()
-    for hook in hooks:
-        hook.remove()
+def _close_at_exit(keeper: weakref.ref[Keeper]) -> None:
+    one = keeper()
+    if one is not None:
+        one.close()
+
+
+def _abandon(hooks: list[Any], keeper: Keeper) -> None:
+    """What the garbage collector may call, in any thread: it waits for nothing."""
+    try:
+        keeper.abandon()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _Watch:

@@ -62,7 +62,7 @@ class KVPagerConnector(KVConnectorBase_V1, SupportsHMA):
         settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
         # What cannot be loaded is computed, whatever vLLM does by default: a cache fails no request.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        block_size = check_caches(kv_cache_config)
+        block_size = check_caches(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -7,12 +7,12 @@ import json
 import logging
 import os
 import threading
-from concurrent.futures import Future
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ....kvstore.hashing import ChainIdentity
-from ..weights import digest_folder, folder_of, state_of_folder
+from ..weights import Digest, digest_folder, folder_of, last_change, state_of_folder
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -79,24 +79,18 @@ class ChainRoots:
     """
 
     def __init__(self, config: VllmConfig, log: logging.Logger) -> None:
-        self._log = log
-        self._model: Future[bytes] = Future()
+        self._model = Digest(lambda: digest_model(config), log)
         self._adapters = _Adapters(log)
         self._epoch = 0
-        threading.Thread(target=self._digest, args=(config,), name="kvpager-digest", daemon=True).start()
 
     def wait(self, seconds: float) -> None:
         """Wait until the model's digest is known, so many seconds at most."""
-        try:
-            self._model.exception(seconds)
-        except TimeoutError:
-            self._log.info(
-                "kvpager: the weights are being digested; nothing is found or kept until that is done"
-            )
+        self._model.wait(seconds)
 
     def root(self, request: Request) -> bytes | None:
         """The root of a request's chain; None where it is not known. May read an adapter's files."""
-        if not self._model.done() or self._model.exception() is not None:
+        model = self._model.value
+        if model is None:
             return None
         adapter = b""
         if request.lora_request is not None:
@@ -105,41 +99,39 @@ class ChainRoots:
                 return None
             adapter = digest
         salt = (request.cache_salt or "").encode()
-        return ChainIdentity(self._model.result(), adapter, epoch=self._epoch, salt=salt).root
+        return ChainIdentity(model, adapter, epoch=self._epoch, salt=salt).root
 
     def reset(self) -> None:
         """Weights were changed in place: from now on KV is shared with no engine, not with itself before."""
         self._epoch = int.from_bytes(os.urandom(8), "little") | 1
 
-    def _digest(self, config: VllmConfig) -> None:
-        try:
-            self._model.set_result(digest_model(config))
-        except (OSError, ValueError) as error:  # also of weights that were never a file
-            self._log.warning("kvpager: nothing is found or kept: the weights cannot be digested (%s)", error)
-            self._model.set_exception(error)
-
 
 class _Adapters:
     """Digests of adapters by their numbers, each made once for a state of its files.
 
-    vLLM loads an adapter's files when it is first used, and again where a request says so. Where they have
-    changed since they were digested, and no request said so, nobody knows what is loaded: then it has none.
+    vLLM loads an adapter's files when it is told to or when it is first used, and again where a request says
+    so; the connector sees requests alone. Of some files nobody knows whether they are what is loaded:
+
+    - those that have changed since the engine started, at an adapter's first request: its digest is of this
+      engine alone, as its own prefix cache is;
+    - those that have changed since they were digested, and no request said so: then it has none.
     """
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._known: dict[int, tuple[object, bytes | None]] = {}
         self._lock = threading.Lock()
+        self._started = time.time_ns()
 
     def digest(self, adapter: LoRARequest) -> bytes | None:
-        folder = Path(adapter.lora_path)
         with self._lock:
+            known = self._known.get(adapter.lora_int_id)
             try:
+                folder = folder_of(adapter.lora_path, None)
                 state = (str(folder), state_of_folder(folder))
-                known = self._known.get(adapter.lora_int_id)
                 if known is None or adapter.load_inplace:
                     if known is None or known[0] != state:
-                        known = (state, digest_folder(folder))
+                        known = (state, self._digest_files(adapter, folder))
                 elif known[0] != state and known[1] is not None:
                     self._log.warning(
                         "kvpager: the files of adapter %s have changed: nothing is found or kept of it until "
@@ -147,8 +139,24 @@ class _Adapters:
                         adapter.lora_name,
                     )
                     known = (known[0], None)
-            except OSError as error:
-                self._log.warning("kvpager: adapter %s cannot be digested (%s)", adapter.lora_name, error)
+            except (OSError, ValueError) as error:  # also of a name that is neither a folder's nor the Hub's
+                if known is None or known[1] is not None:
+                    self._log.warning(
+                        "kvpager: nothing is found or kept of adapter %s: its files cannot be digested (%s)",
+                        adapter.lora_name,
+                        error,
+                    )
                 known = ((), None)
             self._known[adapter.lora_int_id] = known
             return known[1]
+
+    def _digest_files(self, adapter: LoRARequest, folder: Path) -> bytes:
+        digest = digest_folder(folder)
+        if adapter.load_inplace or last_change(folder) <= self._started:
+            return digest
+        self._log.info(
+            "kvpager: the files of adapter %s are newer than this engine, which may have loaded others: what "
+            "is kept of it is found by this engine alone, until it is started again",
+            adapter.lora_name,
+        )
+        return hashlib.blake2b(digest, key=os.urandom(32), digest_size=32).digest()

@@ -229,9 +229,9 @@ class Lookups:
             resident = min(resident, len(lease))
             if lease.cold and len(lease) < found:
                 wanted = part[: len(lease) + lease.cold]
-                loaded = space.load(wanted, lookup.seconds_left, start=place)
-                lease.release()
-                lease = loaded
+                # Held meanwhile, so that what is resident stays so.
+                with lease:
+                    lease = space.load(wanted, lookup.seconds_left, start=place)
             found = min(found, len(lease))
             if not found:
                 # Nothing is held by it, and giving it back would cost the scheduler's thread a message.

@@ -12,16 +12,35 @@ import numpy as np
 from ....kvstore.hashing import hash_blocks
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
 __all__ = ["RequestNames", "can_be_named"]
 
 _INT32: Final = np.dtype("<i4")
+_HEX_DIGITS: Final = frozenset("0123456789abcdef")
+_DIGEST_DIGITS: Final = (64, 128)
+"""Of the algorithms that vLLM digests media with."""
+_IN_SHARED_MEMORY: Final = frozenset({"address", "monotonic_id", "signature"})
+"""What the scheduler has of media that ``--mm-processor-cache-type shm`` hands to the workers."""
 
 
 def can_be_named(request: Request) -> bool:
-    """Whether the KV of a request follows from token ids that do not change."""
-    return request.prompt_embeds is None and request.prompt_token_ids is not None and not request.resumable
+    """Whether the KV of a request follows from token ids and media that do not change and are seen here."""
+    if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
+        return False
+    return all(_has_content(feature) for feature in request.mm_features)
+
+
+def _has_content(feature: MultiModalFeatureSpec) -> bool:
+    """Whether an image or the like can be named by its content.
+
+    One with a client's ``uuid`` cannot: vLLM finds by it what it has computed of another one that had it.
+    """
+    digest = feature.mm_hash or feature.identifier
+    if len(digest) not in _DIGEST_DIGITS or not _HEX_DIGITS.issuperset(digest):
+        return False
+    return feature.data is not None and not _IN_SHARED_MEMORY.issubset(feature.data)
 
 
 class RequestNames:
@@ -49,8 +68,11 @@ class RequestNames:
     def first(self, blocks: int) -> list[bytes]:
         """The names of the first `blocks` blocks, 16 bytes each; their tokens are known.
 
-        Waits for another thread that makes some.
+        Waits for another thread that makes some, where they are not all known.
         """
+        if blocks <= len(self._names):
+            # Not behind a thread that names a long prompt.
+            return self._names[:blocks]
         with self._lock:
             done = len(self._names)
             if done < blocks:
@@ -67,8 +89,18 @@ def _media_by_block(request: Request, block_size: int) -> dict[int, Sequence[byt
     keys: dict[int, list[bytes]] = defaultdict(list)
     for feature in request.mm_features:
         place = feature.mm_position
-        key = f"{feature.modality}|{feature.mm_hash or feature.identifier}|{place.offset}".encode()
+        digest = feature.mm_hash or feature.identifier
+        key = f"{feature.modality}|{digest}|{_digest_content(feature)}|{place.offset}".encode()
         last = place.offset + max(place.length, 1) - 1
         for block in range(place.offset // block_size, last // block_size + 1):
             keys[block].append(key)
     return dict(keys)
+
+
+def _digest_content(feature: MultiModalFeatureSpec) -> str:
+    """Of what the model is given: a client may have said vLLM's own digest to be another one."""
+    from vllm.multimodal.hasher import MultiModalHasher
+
+    content = feature.data.get_data()
+    digest: str = MultiModalHasher.hash_kwargs("sha256", **{name: content[name] for name in sorted(content)})
+    return digest

@@ -28,6 +28,9 @@ __all__ = ["CpuPages", "CudaPages", "Fence", "Pages", "check_caches", "engine_pa
 
 Addresses = npt.NDArray[np.int64]
 _INT64: Final = np.dtype(np.int64)
+_KEEPS_ALL: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec"})
+"""vLLM's kinds of cache that have a block for every token, themselves and not what is derived from them.
+Layers with sliding windows are of these where its hybrid manager is disabled."""
 
 
 class Fence(Protocol):
@@ -58,24 +61,38 @@ class Pages(Protocol):
         ...
 
 
-def check_caches(caches: KVCacheConfig) -> int:
+def check_caches(config: VllmConfig, caches: KVCacheConfig) -> int:
     """The tokens of a block, if this engine's cache is one that can be kept.
 
     Raises:
         LayoutError: it is not, and why.
     """
+    parallel = config.parallel_config
+    sizes = {
+        "decode": parallel.decode_context_parallel_size,
+        "prefill": parallel.prefill_context_parallel_size,
+    }
+    for kind, size in sizes.items():
+        if size > 1:
+            raise LayoutError(
+                f"with --{kind}-context-parallel-size {size} each rank has a part of a block's tokens, which "
+                "KVPagerConnector does not keep: start vLLM with 1, or without the connector"
+            )
     groups = caches.kv_cache_groups
     if len(groups) != 1:
         raise LayoutError(
             f"this model has {len(groups)} groups of KV caches (sliding windows or state-space layers beside "
-            "full attention); KVPagerConnector keeps those of one: start vLLM with "
-            "--disable-hybrid-kv-cache-manager where the model can do without, or without the connector"
+            "full attention); KVPagerConnector keeps those of one: with sliding windows start vLLM with "
+            "--disable-hybrid-kv-cache-manager, which has a block for every token, else without the connector"
         )
     spec = groups[0].kv_cache_spec
-    if not spec.prefix_cacheable or getattr(spec, "sliding_window", None) is not None:
-        raise LayoutError(
-            f"a cache of kind {type(spec).__name__} is no prefix cache of full attention, which alone is kept"
-        )
+    # One for layers whose pages differ in bytes has those of the layers.
+    for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        if type(one).__name__ not in _KEEPS_ALL:
+            raise LayoutError(
+                f"a cache of kind {type(one).__name__} is no prefix cache of full attention, which alone is "
+                "kept"
+            )
     return int(spec.block_size)
 
 
@@ -85,11 +102,11 @@ def layout_of(config: VllmConfig, caches: KVCacheConfig, tensors: Mapping[str, t
     Raises:
         LayoutError: its tensors are not one run of bytes for each block and layer, all alike.
     """
-    block_size = check_caches(caches)
+    block_size = check_caches(config, caches)
     page_bytes = {_page_bytes(name, tensor, caches.num_blocks) for name, tensor in tensors.items()}
     if len(page_bytes) != 1 or (size := page_bytes.pop()) % block_size:
         raise LayoutError("layers' KV tensors differ in the bytes of a block, which is not supported")
-    parallel, first = config.parallel_config, next(iter(tensors.values()))
+    first = next(iter(tensors.values()))
     computing = {_attention_of(config, name) for name in tensors}
     if len(computing) != 1:
         raise LayoutError(f"layers are attended by several backends ({', '.join(sorted(computing))})")
@@ -100,7 +117,6 @@ def layout_of(config: VllmConfig, caches: KVCacheConfig, tensors: Mapping[str, t
         first.device.type if first.is_cuda else f"cpu-{platform.machine()}",
         str(first.dtype).removeprefix("torch."),
         "x".join(str(length) for length in first.shape[1:]),
-        f"dcp{parallel.decode_context_parallel_size}",
     )
     return KVLayout(
         len(tensors), 1, size // block_size, block_size, "uint8", f"opaque:{':'.join(parts)}", planes=1

@@ -80,6 +80,8 @@ class _Storing:
     """Workers that are not done with it."""
     stored: Stored | None
     """What is announced when they are."""
+    refused: bool = False
+    """Whether a worker has not kept all of it."""
 
 
 class SchedulerHalf:
@@ -120,7 +122,7 @@ class SchedulerHalf:
         self._announcements: Announcements | None = None
         events = config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
-            self._announcements = Announcements()
+            self._announcements = Announcements(lambda: self._link.event_gaps)
             self._link.subscribe(self._announcements.heard)
 
     def bind_pool(self, pool: BlockPool) -> None:
@@ -341,11 +343,10 @@ class SchedulerHalf:
                 continue
             chain = one.names.first(full)
             place, names = ChainPlace.at(chain, one.first), chain[one.first :]
-            announced = (
-                None
-                if self._announcements is None
-                else Stored(one.request, one.first, names, self._block_size)
-            )
+            announced = None
+            if self._announcements is not None:
+                announced = Stored(one.request, one.first, names, self._block_size)
+                self._announcements.expect(announced)
             self._last_store += 1
             stores.append(Store(self._last_store, names, place.depth, place.before, one.blocks))
             self._storing[self._last_store] = _Storing(one.blocks, self._workers, announced)
@@ -353,13 +354,15 @@ class SchedulerHalf:
 
     def _count_stored(self, number: int, count: int, *, refused: bool) -> None:
         storing = self._storing[number]
-        if refused:
-            storing.stored = None
+        storing.refused |= refused
         storing.left -= count
         if storing.left <= 0 and self._pool is not None:
             del self._storing[number]
             if storing.stored is not None and self._announcements is not None:
-                self._announcements.stored(storing.stored)
+                if storing.refused:
+                    self._announcements.refused(storing.stored)
+                else:
+                    self._announcements.stored(storing.stored)
             self._let_go(storing.blocks)
 
     def _let_go(self, blocks: list[int]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -64,7 +65,7 @@ class WorkerHalf:
             tenant=settings.tenant,
             seconds=settings.lookup_seconds,
         )
-        self._shard = _shard_of(config)
+        self._shard = ""
         self._layout: KVLayout | None = None
         self._pages: Pages | None = None
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvpager-load")
@@ -87,6 +88,7 @@ class WorkerHalf:
             name: tensors[name] for name in self._caches.kv_cache_groups[0].layer_names if name in tensors
         }
         self._layout = layout_of(self._config, self._caches, named)
+        self._shard = _shard_of(named)
         self._pages = pages_of(self._layout, named)
 
     @property
@@ -198,6 +200,7 @@ class WorkerHalf:
         space, pages = self._space(), self._pages
         if space is None or pages is None:
             return 0
+        lost = self._link.lost
         with space.match(job.names, start=ChainPlace(job.before, job.depth)) as lease:
             count = len(lease)
             if isinstance(pages, CudaPages):
@@ -206,6 +209,8 @@ class WorkerHalf:
             if count:
                 delta = space.device_delta if isinstance(pages, CudaPages) else 0
                 pages.load(job.blocks[:count], space.addresses(lease.slots[:count]) + delta, fence)
+            if self._link.lost is not lost:  # its memory may have come to hold other blocks meanwhile
+                return 0
         return count
 
     def _store(self, job: Store, fence: Fence | None) -> None:
@@ -254,16 +259,22 @@ class WorkerHalf:
         return len(new), present
 
 
-def _shard_of(config: VllmConfig) -> str:
-    """The part of the model that this worker has."""
+def _shard_of(layers: Collection[str]) -> str:
+    """The part of the model that this worker has, with these layers."""
     from vllm.distributed import get_pp_group, get_tp_group
 
     pipeline, tensor = get_pp_group(), get_tp_group()
     return shard_name(
-        (pipeline.rank_in_group, pipeline.world_size), (tensor.rank_in_group, tensor.world_size)
+        (pipeline.rank_in_group, pipeline.world_size), (tensor.rank_in_group, tensor.world_size), layers
     )
 
 
-def shard_name(pipeline: tuple[int, int], tensor: tuple[int, int]) -> str:
-    """The part of a model that a rank of so many has, of layers (`pipeline`) and of heads (`tensor`)."""
-    return f"pp{pipeline[0]}/{pipeline[1]} tp{tensor[0]}/{tensor[1]}"
+def shard_name(pipeline: tuple[int, int], tensor: tuple[int, int], layers: Collection[str]) -> str:
+    """The part of a model that a rank of so many has, of layers (`pipeline`) and of heads (`tensor`).
+
+    Args:
+        layers: names of its layers, in the order that a block has them. Ranks of as many pipelines may have
+            others (``VLLM_PP_LAYER_PARTITION``), though no more of them.
+    """
+    names = hashlib.blake2b("\n".join(layers).encode(), digest_size=8).hexdigest()
+    return f"pp{pipeline[0]}/{pipeline[1]} tp{tensor[0]}/{tensor[1]} layers {names}"
