@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
-        _skip(items, "full", "a long soak; --full runs it")
+        _skip(items, "full", "long, or wants free cores; --full runs it")
     if any("gpu" in item.keywords for item in items) and not _has_gpu():
         _skip(items, "gpu", "no CUDA device")
 

@@ -430,7 +430,8 @@ def test_damaged_records_are_not_believed_and_their_slots_wait_for_who_had_them(
                 assert client.call(Evict(space, 99), Count).count == 3
 
                 def granted() -> set[int]:
-                    """Slots that are granted where all are asked for."""
+                    """Slots that are granted where all are asked for, and what is not in use has gone."""
+                    client.call(Evict(space, 99), Count)
                     got = client.call(Reserve(space, names(100, HOST // LAYOUT.block_bytes), 0.0), Reserved)
                     new = got.statuses == NEW
                     client.call(Abort(space, got.slots[new], got.generations[new]), Done)
@@ -480,6 +481,7 @@ def test_who_claims_what_its_slots_do_not_say_keeps_others_from_it_until_it_is_g
             client.call(Evict(space, 99), Count)
 
             def granted() -> set[int]:
+                client.call(Evict(space, 99), Count)
                 got = client.call(Reserve(space, names(100, capacity), 0.0), Reserved)
                 new = got.statuses == NEW
                 client.call(Abort(space, got.slots[new], got.generations[new]), Done)
