@@ -32,6 +32,7 @@ ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 FAST = 40e6
 """Bytes a second: a prompt of the test's model is there in a small part of the time that computing takes."""
 WITHIN = 1.05
+# Tests that run with `--full` alone want cores that wake a thread within a hundredth of what the prompt takes.
 ROUNDS = 32
 MOST_ROUNDS = 4 * ROUNDS
 
@@ -198,6 +199,7 @@ def test_a_tier_that_recovers_is_found_out_and_loaded_from_again(make: MakeEngin
         time.sleep(0.2)
 
 
+@pytest.mark.full
 def test_the_first_request_over_a_tier_that_nobody_measured_takes_no_longer_than_computing(
     make: MakeEngine,
 ) -> None:
@@ -220,7 +222,7 @@ def test_the_first_request_over_a_tier_that_nobody_measured_takes_no_longer_than
     assert any(told), "it was not measured"
 
 
-@pytest.mark.full  # it needs cores that wake a thread within a hundredth of what the prompt takes
+@pytest.mark.full
 def test_the_first_request_over_a_fast_tier_that_nobody_measured_loads_from_it(make: MakeEngine) -> None:
     llm, disk = make()
     tokens = prompt(8)
