@@ -32,7 +32,7 @@ ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 FAST = 40e6
 """Bytes a second: a prompt of the test's model is there in a small part of the time that computing takes."""
 WITHIN = 1.05
-# Tests that run with `--full` alone want cores that wake a thread within a hundredth of what the prompt takes.
+# Tests of `--full` alone want cores that wake a thread within a hundredth of what the prompt takes.
 ROUNDS = 32
 MOST_ROUNDS = 4 * ROUNDS
 
