@@ -12,13 +12,20 @@ from ...tiers.errors import KVPagerError
 from ...tiers.layout import KVLayout
 from ..client import Connection
 from ..client_space import Lost
+from ..endpoint import endpoint_of
 from ..messages import Purged
 from ..remote_space import RemoteSpace
 
-__all__ = ["SidecarLink"]
+__all__ = ["SidecarLink", "is_local"]
 
 _PAUSE_SECONDS: Final = 5.0
 """So that requests which come meanwhile do not wait for a sidecar that stalls, one after the other."""
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is of a sidecar of this machine. Raises `ConfigError` where it only seems to be one."""
+    scheme, mark, _ = url.partition("://")
+    return (not mark or scheme == "unix") and endpoint_of(url, None, None).local
 
 
 class SidecarLink:

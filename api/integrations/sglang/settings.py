@@ -8,8 +8,8 @@ from typing import Final
 
 from ....tiers.errors import ConfigError
 from ....tiers.settings import expect_seconds, expect_text, shown_url
-from ...endpoint import endpoint_of
 from ...listening import default_socket_path
+from ..link import is_local
 
 __all__ = ["BackendSettings"]
 
@@ -37,7 +37,7 @@ class BackendSettings:
 
     def __post_init__(self) -> None:
         url = expect_text("kvpager_url", self.url, empty=True) or f"unix://{default_socket_path()}"
-        if ("://" in url and not url.startswith("unix://")) or not endpoint_of(url, None, None).local:
+        if not is_local(url):
             raise ConfigError(
                 "kvpager_url", f"must be unix:///path, a sidecar of this machine, got {shown_url(url)}"
             )

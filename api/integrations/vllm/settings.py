@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 from ....tiers.errors import ConfigError
 from ....tiers.settings import expect_choice, expect_seconds, expect_text, shown_url
-from ...endpoint import endpoint_of
 from ...listening import default_socket_path
+from ..link import is_local
 
 __all__ = ["ConnectorSettings"]
 
@@ -35,7 +35,7 @@ class ConnectorSettings:
 
     def __post_init__(self) -> None:
         url = expect_text("url", self.url, empty=True) or f"unix://{default_socket_path()}"
-        if not _is_local(url):
+        if not is_local(url):
             raise ConfigError(
                 "url",
                 f"must be unix:///path, a sidecar of this machine, got {shown_url(url)}: blocks are copied "
@@ -62,9 +62,3 @@ class ConnectorSettings:
                     key, f"is no setting of KVPagerConnector, which has {', '.join(sorted(known))}"
                 )
         return cls(**values)  # type: ignore[arg-type]  # values are checked above
-
-
-def _is_local(url: str) -> bool:
-    """Raises `ConfigError` where it is no URL of this machine, though meant so."""
-    scheme, mark, _ = url.partition("://")
-    return (not mark or scheme == "unix") and endpoint_of(url, None, None).local
